@@ -1,0 +1,52 @@
+"""BatchNorm for federated learning: shared, unbiased running statistics.
+
+Everywhere: `convert(model)`. A client, each round: `load_statistics`, train, `collect`. The server,
+each round: `merge`. For deployment: `revert`. The README has a complete example.
+"""
+
+from .aggregation.statistics import MergeResult, Notice, merge
+from .aggregation.verdicts import Verdict
+from .norm.convert import ConversionError, Finding, convert, inspect, revert
+from .norm.exchange import collect, discard_step, load_statistics, statistics
+from .norm.layers import (
+    FederatedBatchNorm1d,
+    FederatedBatchNorm2d,
+    FederatedBatchNorm3d,
+    FederatedSyncBatchNorm,
+)
+from .norm.messages import Sums, Update, from_sums, to_sums
+from .norm.moments import Moments, Running, normalise
+from .norm.wire import FormatError, from_bytes, to_bytes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConversionError",
+    "FederatedBatchNorm1d",
+    "FederatedBatchNorm2d",
+    "FederatedBatchNorm3d",
+    "FederatedSyncBatchNorm",
+    "Finding",
+    "FormatError",
+    "MergeResult",
+    "Moments",
+    "Notice",
+    "Running",
+    "Sums",
+    "Update",
+    "Verdict",
+    "__version__",
+    "collect",
+    "convert",
+    "discard_step",
+    "from_bytes",
+    "from_sums",
+    "inspect",
+    "load_statistics",
+    "merge",
+    "normalise",
+    "revert",
+    "statistics",
+    "to_bytes",
+    "to_sums",
+]

@@ -1,0 +1,229 @@
+"""The server's step: clients' moments in, the next shared statistics out."""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norm.exchange import check_running
+from ..norm.messages import Update
+from ..norm.moments import Moments, Running, combine, round_momentum, tracked_steps, update_running
+from .verdicts import Verdict, judge
+
+Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
+
+
+class Notice(NamedTuple):
+    """Something about one layer that the server's operator should know; never an error."""
+
+    layer: str
+    reason: Literal["empty", "below_quorum", "insufficient_count", "robust_collapse"]
+    detail: str
+
+
+class MergeResult(NamedTuple):
+    """The outcome of a round: the next statistics, a verdict for each client, and notices."""
+
+    statistics: dict[str, Running]
+    verdicts: dict[Hashable, Verdict]
+    updated: bool
+    notices: tuple[Notice, ...] = ()
+
+
+def merge(
+    shared: Mapping[str, Running],
+    updates: Sequence[Mapping[str, Moments]] | Mapping[Hashable, Mapping[str, Moments]],
+    *,
+    momentum: float | None = None,
+    steps: float = 1,
+    aggregator: Aggregator | None = None,
+    quorum: int = 1,
+    max_count: float | Mapping[str, float] | None = None,
+) -> MergeResult:
+    """Merge the clients' moments into the next shared statistics (Algorithm 2, lines 9 and 10).
+
+    Without an aggregator this is BatchNorm's own update on the union of all batches, exact for
+    unequal counts, in float64, and independent of the order of clients to the last bit. With one,
+    it is the robust form: see `robust_update`.
+
+    Args:
+        shared: {layer name: Running}, the statistics that the clients trained with; not changed.
+        updates: a list, or client id -> update. Anything may be in it: bad updates get a verdict.
+        momentum: overrides every layer's own; 1 takes the round's statistics as they are.
+        steps: local steps that the clients took in the round (the count-weighted mean if they
+            differ); the round then weighs 1 - (1 - momentum)^steps.
+        aggregator: None, or (n, d) -> (d,) for rows of equal weight.
+        quorum: with fewer usable clients the statistics stay as they were.
+        max_count: the most values per channel an honest client can see, a number or by layer.
+
+    Returns:
+        MergeResult(statistics, verdicts by client, updated, notices).
+
+    Example:
+        >>> shared = {"bn": Running(torch.zeros(1), torch.ones(1))}
+        >>> clients = [{"bn": Moments(1, torch.tensor([u]), torch.zeros(1))} for u in (4.0, 8.0)]
+        >>> after = merge(shared, clients).statistics["bn"]
+        >>> round(after.mean.item(), 6), round(after.var.item(), 6)
+        (0.6, 1.7)
+    """
+    clients = _clients(updates)
+    _check_arguments(shared, momentum, steps, quorum)
+    verdicts = judge(shared, clients, max_count)
+    used = [client for client, verdict in verdicts.items() if verdict.used]
+    if len(used) < quorum:
+        return MergeResult(dict(shared), verdicts, False)
+    notices: list[Notice] = []
+    rows: dict[str, tuple[Hashable, ...]] = {}
+    for name in shared:
+        present = tuple(client for client in used if int(clients[client][name].count) > 0)
+        if len(present) >= quorum:
+            rows[name] = present
+        elif not present:
+            notices.append(Notice(name, "empty", "no client has seen a value: the statistics stay"))
+        else:
+            detail = f"{len(present)} of the required {quorum} clients: the statistics stay"
+            notices.append(Notice(name, "below_quorum", detail))
+    stacked = {name: _stack(clients, name, present) for name, present in rows.items()}
+    exact = {
+        name: update_running(_on_cpu(shared[name]), combine(stacked[name]), steps=steps, momentum=momentum)
+        for name in rows
+    }
+    for name in rows:
+        if int(torch.as_tensor(stacked[name].count).sum()) == 1:
+            notices.append(Notice(name, "insufficient_count", "a single value: the variance stays"))
+    after = exact
+    if aggregator is not None:
+        after = {}
+        for group in _groups(rows):
+            after |= _robust_group({n: shared[n] for n in group}, stacked, momentum, steps, aggregator)
+        notices += _collapsed(after, exact)
+    statistics = {
+        name: _like(after[name], running) if name in after else running for name, running in shared.items()
+    }
+    return MergeResult(statistics, verdicts, bool(rows), tuple(notices))
+
+
+def robust_update(
+    means: Tensor, variances: Tensor, *, beta: Tensor, total: Tensor, aggregator: Aggregator
+) -> tuple[Tensor, Tensor]:
+    """Aggregate clients' running rows so that no few of them decide the result.
+
+    m' = A(m_i);  v' = A(v_i) + N / ((N - 1) beta) A((m_i - m')^2). All three go through A: with a
+    plain mean on the third, one liar would control the variance. With A the mean and equal counts
+    this is Algorithm 2, lines 9 and 10.
+
+    Args:
+        means: (n, d), rows m_i = (1 - beta) m + beta u_i.
+        variances: (n, d), rows v_i = (1 - beta) v + beta N/(N-1) s_i^2.
+        beta: (d,), the round's momentum.
+        total: (d,), N, the number of values that all clients saw; at least 2.
+        aggregator: (n, d) -> (d,).
+
+    Returns:
+        (m', v'), each (d,).
+    """
+    mean = _aggregate(aggregator, means)
+    between = _aggregate(aggregator, (means - mean).square())
+    return mean, _aggregate(aggregator, variances) + total / ((total - 1) * beta) * between
+
+
+def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Running]:
+    """The robust step for layers that the same clients have seen, concatenated into one row each."""
+    before = [running.mean.double().cpu() for running in shared.values()]
+    spread = [running.var.double().cpu() for running in shared.values()]
+    beta, total = [], []
+    for (name, running), mean in zip(shared.items(), before, strict=True):
+        own = running.momentum if momentum is None else momentum
+        beta.append(torch.full_like(mean, round_momentum(own, running.tracked, steps)))
+        total.append(torch.full_like(mean, float(stacked[name].count.sum())))
+    m, v, b, n = (torch.cat(parts) for parts in (before, spread, beta, total))
+    enough = n > 1
+    n = n.clamp(min=2)
+    seen_mean = torch.cat([stacked[name].mean for name in shared], dim=1)
+    seen_var = torch.cat([stacked[name].var for name in shared], dim=1)
+    mean, var = robust_update(
+        (1 - b) * m + b * seen_mean,
+        (1 - b) * v + b * n / (n - 1) * seen_var,
+        beta=b,
+        total=n,
+        aggregator=aggregator,
+    )
+    floor = torch.cat([torch.full_like(x, r.eps) for x, r in zip(before, shared.values(), strict=True)])
+    var = torch.where(enough, torch.maximum(var, floor), v)
+    sizes = [len(x) for x in before]
+    return {
+        name: running._replace(mean=new_mean, var=new_var, tracked=running.tracked + tracked_steps(steps))
+        for (name, running), new_mean, new_var in zip(
+            shared.items(), mean.split(sizes), var.split(sizes), strict=True
+        )
+    }
+
+
+def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
+    result = torch.as_tensor(aggregator(rows.clone()), dtype=torch.float64)
+    if result.shape != rows.shape[1:]:
+        raise ValueError(
+            f"aggregator: returned shape {tuple(result.shape)} for rows of shape {tuple(rows.shape)}, "
+            f"expected {tuple(rows.shape[1:])}"
+        )
+    if not bool(result.isfinite().all()):
+        raise ValueError("aggregator: returned a value that is not finite; the statistics are unchanged")
+    return result
+
+
+def _collapsed(robust: Mapping[str, Running], exact: Mapping[str, Running]) -> list[Notice]:
+    notices = []
+    for name, running in robust.items():
+        ratio = running.var.double() / exact[name].var.double().clamp(min=running.eps)
+        outside = int(((ratio < 0.01) | (ratio > 100)).sum())
+        if outside:
+            detail = f"{outside} of {len(ratio)} channels: variance far from that of the plain merge"
+            notices.append(Notice(name, "robust_collapse", detail))
+    return notices
+
+
+def _groups(rows: Mapping[str, tuple]) -> list[list[str]]:
+    groups: dict[tuple, list[str]] = {}
+    for name, present in rows.items():
+        groups.setdefault(present, []).append(name)
+    return list(groups.values())
+
+
+def _stack(clients: Mapping, name: str, present: Sequence[Hashable]) -> Moments:
+    moments = [clients[client][name] for client in present]
+    return Moments(
+        torch.tensor([int(m.count) for m in moments]),
+        torch.stack([m.mean.detach().double().cpu() for m in moments]),
+        torch.stack([m.var.detach().double().cpu() for m in moments]),
+    )
+
+
+def _on_cpu(running: Running) -> Running:
+    return running._replace(mean=running.mean.double().cpu(), var=running.var.double().cpu())
+
+
+def _like(new: Running, old: Running) -> Running:
+    return new._replace(mean=new.mean.to(old.mean), var=new.var.to(old.var))
+
+
+def _clients(updates) -> dict[Hashable, Any]:
+    if isinstance(updates, Update) or (
+        isinstance(updates, Mapping) and any(isinstance(value, Moments) for value in updates.values())
+    ):
+        raise ValueError("updates: this is one update; give a list of them, or client id -> update")
+    if isinstance(updates, Mapping):
+        return dict(updates)
+    return dict(enumerate(updates))
+
+
+def _check_arguments(shared, momentum, steps, quorum) -> None:
+    for name, running in shared.items():
+        check_running(name, running)
+    if momentum is not None and not 0 < momentum <= 1:
+        raise ValueError(f"momentum is {momentum}; it must be in (0, 1], or None for each layer's own")
+    if not (steps > 0 and math.isfinite(steps)):
+        raise ValueError(f"steps is {steps}; it must be a positive number")
+    if not (isinstance(quorum, int) and quorum >= 1):
+        raise ValueError(f"quorum is {quorum!r}; it must be a whole number of clients, at least 1")

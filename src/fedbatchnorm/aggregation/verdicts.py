@@ -1,0 +1,148 @@
+"""What a server can tell of a client's update for free: checks that no honest client fails."""
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norm.messages import FORMAT, Update, version
+from ..norm.moments import Running
+
+Reason = Literal[
+    "schema",
+    "stale_round",
+    "non_finite",
+    "impossible_moments",
+    "count_out_of_range",
+    "duplicate",
+    "empty",
+]
+
+_LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
+
+
+class Verdict(NamedTuple):
+    """Whether a client's update was used and, if not, why: the reason, the layer and the detail."""
+
+    used: bool
+    reason: Reason | None = None
+    layer: str | None = None
+    detail: str = ""
+
+
+USED = Verdict(True)
+
+
+def judge(
+    shared: Mapping[str, Running],
+    updates: Mapping[Hashable, object],
+    max_count: float | Mapping[str, float] | None = None,
+) -> dict[Hashable, Verdict]:
+    """Give every client its verdict; the order of clients does not matter.
+
+    A message that came twice is used once; two different messages under one id are both left out.
+
+    Args:
+        shared: the round's statistics.
+        updates: client -> what it sent, whatever that is.
+        max_count: the largest count an honest client can reach, for all layers or by layer.
+
+    Returns:
+        client -> Verdict.
+    """
+    limits = {name: _limit(name, max_count) for name in shared}
+    verdicts = {client: _judge_one(shared, update, limits) for client, update in updates.items()}
+    by_id: dict[int, list[Hashable]] = {}
+    for client, update in updates.items():
+        if verdicts[client].used and isinstance(update, Update) and update.id is not None:
+            by_id.setdefault(update.id, []).append(client)
+    for first, *others in by_id.values():
+        if all(_equal(updates[first], updates[other]) for other in others):
+            left_out, detail = others, f"the same message as from client {first!r}"
+        else:
+            left_out, detail = [first, *others], "a different message has the same id"
+        verdicts |= {client: Verdict(False, "duplicate", None, detail) for client in left_out}
+    return verdicts
+
+
+def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[str, float]) -> Verdict:
+    if not isinstance(update, Mapping):
+        return Verdict(False, "schema", None, f"expected an update, got {type(update).__name__}")
+    if isinstance(update, Update):
+        if update.format != FORMAT:
+            return Verdict(False, "schema", None, f"format {update.format!r}, expected {FORMAT}")
+        if update.round is not None and update.round != version(shared):
+            detail = f"round {update.round!r}, expected {version(shared)}"
+            return Verdict(False, "stale_round", None, detail)
+    missing, extra = set(shared) - set(update), set(update) - set(shared)
+    if missing or extra:
+        layer = min(missing or extra, key=str)
+        detail = "this layer is missing" if missing else "the model has no such layer"
+        return Verdict(False, "schema", str(layer), detail)
+    for name, running in shared.items():
+        reason, detail = _judge_layer(running, update[name], limits[name])
+        if reason:
+            return Verdict(False, reason, name, detail)
+    if all(int(update[name].count) == 0 for name in shared):
+        return Verdict(False, "empty", None, "it has seen no values in any layer")
+    return USED
+
+
+def _judge_layer(running: Running, moments: object, limit: float) -> tuple[Reason | None, str]:
+    if not isinstance(moments, tuple) or len(moments) != 3:
+        return "schema", f"expected Moments(count, mean, var), got {type(moments).__name__}"
+    count, *fields = moments
+    reason, detail = _judge_count(count, limit)
+    if reason == "schema":
+        return reason, detail
+    for what, value in zip(("mean", "var"), fields, strict=True):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return "schema", f"{what} must be a floating-point tensor"
+        if value.shape != running.mean.shape:
+            return "schema", f"{what} has shape {tuple(value.shape)}, expected {tuple(running.mean.shape)}"
+    mean, var = fields
+    # What is finite here must stay finite when it is squared, summed and cast back.
+    top = torch.finfo(running.mean.dtype).max / 8
+    for what, value, bound in (("mean", mean, math.sqrt(top)), ("var", var, top)):
+        if not bool(value.isfinite().all()):
+            return "non_finite", f"{what} has a value that is not finite"
+        if bool((value.abs().double() > bound).any()):
+            return "non_finite", f"{what} is too large for {running.mean.dtype}"
+    if bool((var < 0).any()):
+        return "impossible_moments", f"the variance is {float(var.min()):.3g}"
+    return reason, detail
+
+
+def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
+    if isinstance(count, Tensor) and count.dim() == 0:
+        count = count.item()
+    if isinstance(count, float) and not math.isfinite(count):
+        return "non_finite", f"count is {count}"
+    if isinstance(count, bool) or not isinstance(count, int):
+        return "schema", f"count is {count!r}, expected an integer"
+    if not 0 <= count <= limit:
+        return "count_out_of_range", f"count is {count}, allowed are 0 to {limit:.0f}"
+    return None, ""
+
+
+def _limit(name: str, max_count: float | Mapping[str, float] | None) -> float:
+    if isinstance(max_count, Mapping):
+        if name not in max_count:
+            raise ValueError(f"max_count: layer {name!r} is missing; give one number, or one for each layer")
+        max_count = max_count[name]
+    if max_count is None:
+        return _LARGEST_COUNT
+    if not max_count > 0:
+        raise ValueError(f"max_count is {max_count!r} for layer {name!r}; it must be positive")
+    return min(max_count, _LARGEST_COUNT)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return all(
+        int(one[name].count) == int(other[name].count)
+        and torch.equal(one[name].mean, other[name].mean)
+        and torch.equal(one[name].var, other[name].var)
+        for name in one
+    )

@@ -1,0 +1,1 @@
+"""What a layer keeps and a client measures; needs torch alone."""

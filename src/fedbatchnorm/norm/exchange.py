@@ -1,0 +1,161 @@
+"""Between a model and the messages: read and load its statistics, collect what it has seen."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .convert import federated_layers
+from .messages import Update, new_id
+from .moments import Moments, Running, combine, statistics_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def statistics(model: nn.Module) -> dict[str, Running]:
+    """Read a converted model's shared statistics, as copies on the CPU in float32 or better.
+
+    Example:
+        >>> import fedbatchnorm as fbn
+        >>> shared = fbn.statistics(fbn.convert(nn.Sequential(nn.BatchNorm1d(2))))
+        >>> shared["0"].var, shared["0"].tracked
+        (tensor([1., 1.]), 0)
+    """
+    shared = {}
+    for name, layer in federated_layers(model).items():
+        mean, var, tracked = _buffers(layer)
+        dtype = statistics_dtype(mean)
+        mean, var = (t.detach().to("cpu", dtype, copy=True) for t in (mean, var))
+        shared[name] = Running(mean, var, int(tracked), layer.momentum, layer.eps)
+    return shared
+
+
+def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
+    """Load shared statistics into a converted model; moments not yet collected are discarded.
+
+    Everything is checked first: on an error the model is as it was.
+
+    Args:
+        model: a converted model.
+        shared: what `statistics` or `merge` returned, for the same layers.
+    """
+    layers = federated_layers(model)
+    if set(layers) != set(shared):
+        missing, extra = sorted(set(layers) - set(shared)), sorted(set(shared) - set(layers))
+        raise ValueError(f"statistics do not fit the model: missing {missing}, unexpected {extra}")
+    for name, layer in layers.items():
+        check_running(name, shared[name], layer.num_features)
+        if shared[name].eps != layer.eps:
+            raise ValueError(
+                f"layer {name!r}: eps is {layer.eps} in the model and {shared[name].eps} in the "
+                "statistics; build the model the same way everywhere"
+            )
+    with torch.no_grad():
+        for name, layer in layers.items():
+            mean, var, tracked = _buffers(layer)
+            mean.copy_(shared[name].mean)
+            var.copy_(shared[name].var)
+            tracked.fill_(shared[name].tracked)
+            layer.start_round()
+
+
+def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
+    """Take what the model has seen since the last collect, and start anew.
+
+    Args:
+        model: a converted model.
+        group: of a client that trains on several devices (DistributedDataParallel): the moments of
+            all its processes are brought together, and each gets the same update.
+
+    Returns:
+        An `Update`: {layer name: Moments(count, mean, var)}. A layer in evaluation has count 0.
+
+    Example:
+        >>> import fedbatchnorm as fbn
+        >>> model = fbn.convert(nn.Sequential(nn.BatchNorm1d(1)))
+        >>> y = model(torch.tensor([[4.0], [8.0]]))
+        >>> fbn.collect(model)["0"]
+        Moments(count=2, mean=tensor([6.], dtype=torch.float64), var=tensor([4.], dtype=torch.float64))
+    """
+    layers = federated_layers(model)
+    seen = {name: layer.seen() for name, layer in layers.items()}
+    moments = {name: m for name, (m, _) in seen.items()}
+    skipped = {name: refused for name, (_, refused) in seen.items()}
+    identity = new_id()
+    if group is not None:
+        device = next(iter(layers.values()))._seen.device
+        moments, skipped, identity = _gather(moments, skipped, identity, group, device)
+    for layer in layers.values():
+        layer.start_round()
+    skipped = {name: times for name, times in skipped.items() if times}
+    current = max((int(_buffers(layer)[2]) for layer in layers.values()), default=0)
+    return Update(moments, round=current, skipped=skipped, id=identity)
+
+
+def discard_step(model: nn.Module) -> None:
+    """Drop what the last step added, as when a loss scaler finds an overflow and skips it.
+
+    A step is all passes since the optimiser last changed a layer's weight, so micro-batches of
+    gradient accumulation and repeated calls of one layer go together. Where that cannot be seen
+    (no trainable weight, torch.compile), a step is the last pass.
+
+    Example:
+        >>> import fedbatchnorm as fbn
+        >>> model = fbn.convert(nn.Sequential(nn.BatchNorm1d(1)))
+        >>> y = model(torch.tensor([[4.0], [8.0]]))
+        >>> fbn.discard_step(model)
+        >>> fbn.collect(model)["0"].count
+        0
+    """
+    for layer in federated_layers(model).values():
+        layer.discard_step()
+
+
+def check_running(name: str, running: Running, channels: int | None = None) -> None:
+    """Raise a ValueError that names the layer and the field if statistics are not usable."""
+    if not isinstance(running, Running):
+        raise ValueError(f"layer {name!r}: expected Running statistics, got {type(running).__name__}")
+    for what in ("mean", "var"):
+        value = getattr(running, what)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 1:
+            raise ValueError(f"layer {name!r}: {what} must be a floating-point tensor of shape (channels,)")
+        if len(value) != (len(running.mean) if channels is None else channels):
+            raise ValueError(f"layer {name!r}: {what} has {len(value)} channels, expected {channels}")
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"layer {name!r}: {what} is not finite")
+    if bool((running.var < 0).any()):
+        raise ValueError(f"layer {name!r}: var is negative")
+    if not isinstance(running.tracked, int) or running.tracked < 0:
+        raise ValueError(f"layer {name!r}: tracked is {running.tracked!r}, not a count")
+    if running.momentum is not None and not 0 < running.momentum <= 1:
+        raise ValueError(f"layer {name!r}: momentum is {running.momentum}; it must be in (0, 1] or None")
+    if not 0 < running.eps < float("inf"):
+        raise ValueError(f"layer {name!r}: eps is {running.eps}; it must be a positive number")
+
+
+def _buffers(layer) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.running_mean, layer.running_var, layer.num_batches_tracked
+
+
+def _gather(moments, skipped, identity, group, device):
+    """Combine the moments of a client's processes; all of them take the first one's id."""
+    names = list(moments)
+    flat = [torch.tensor([float(identity)], dtype=torch.float64)]
+    for name in names:
+        count, mean, var = moments[name]
+        flat += [torch.tensor([count, skipped[name]], dtype=torch.float64), mean, var]
+    mine = torch.cat(flat).to(device)
+    parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, mine, group=group)
+    rows = torch.stack(parts).cpu()
+    merged, lost, at = {}, {}, 1
+    for name in names:
+        c = len(moments[name].mean)
+        count, mean, var = rows[:, at], rows[:, at + 2 : at + 2 + c], rows[:, at + 2 + c : at + 2 + 2 * c]
+        union = combine(Moments(count.long(), mean, var))
+        merged[name] = Moments(int(union.count), union.mean, union.var)
+        lost[name] = int(rows[:, at + 1].sum())
+        at += 2 + 2 * c
+    return merged, lost, int(rows[0, 0])

@@ -1,0 +1,297 @@
+"""The mathematics of federated BatchNorm as pure functions: tensors in, tensors out.
+
+Everything that is *computed* lives here; layers keep state around it and servers feed it with
+what clients sent. Symbols follow the paper: client i saw K_i values per channel, with mean u_i and
+biased variance s_i^2; (m, v) are the shared running statistics and beta is the momentum.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The eager kernel adds float32 values one after another, so it is trusted with few rows at a time
+# and only while the error this leaves in the mean is small beside the standard deviation.
+_ROWS = 8192
+_TOLERANCE = 1e-5
+
+
+class Moments(NamedTuple):
+    """What was seen: how many values per channel, their mean and their biased variance.
+
+    `count` is batch x height x width, not the batch alone. One client's moments have shape (c,);
+    those of n clients stacked have shape (n, c), and `count` is then a number or shape (n,).
+    """
+
+    count: int | Tensor
+    mean: Tensor
+    var: Tensor
+
+
+class Running(NamedTuple):
+    """One layer's shared statistics: what every client normalises with, and the server updates.
+
+    `tracked` counts the steps merged so far. A `momentum` of None averages over all of them.
+    """
+
+    mean: Tensor
+    var: Tensor
+    tracked: int = 0
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+
+
+def measure(x: Tensor, clients: int = 1) -> Moments:
+    """Measure each client's moments: the mean and biased variance of Algorithm 2, line 4.
+
+    Args:
+        x: (clients * batch, c, ...); the clients' batches lie one after another, equally long.
+        clients: how many clients share `x`.
+
+    Returns:
+        Moments of shape (clients, c), in float32 or better whatever the type of `x`.
+
+    Example:
+        >>> measure(torch.tensor([[1.0], [3.0], [5.0], [5.0]]), clients=2).mean
+        tensor([[2.],
+                [5.]])
+    """
+    if x.dim() < 2:
+        raise ValueError(f"input must be (batch, channels, ...), got shape {tuple(x.shape)}")
+    batch, channels = x.shape[:2]
+    if clients < 1 or batch % clients:
+        raise ValueError(f"a batch of {batch} does not split into {clients} equal clients")
+    count = batch // clients * math.prod(x.shape[2:])
+    if count == 0:
+        zeros = x.new_zeros((clients, channels), dtype=statistics_dtype(x))
+        return Moments(0, zeros, zeros.clone())
+    x = x.detach()
+    mean, var = _reduce(x, clients) if torch.compiler.is_compiling() else _Measure.apply(x, clients)
+    return Moments(count, mean, var)
+
+
+def normalise(
+    x: Tensor,
+    running: Running,
+    *,
+    clients: int = 1,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Moments]:
+    """Normalise with the shared statistics as constants, and measure what came in (Algorithm 2).
+
+    y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4).
+
+    Args:
+        x: (clients * batch, c, ...), the clients' batches one after another.
+        running: the shared statistics.
+        clients: how many clients share `x`; the output does not depend on it.
+        weight: (c,) or None.
+        bias: (c,) or None.
+
+    Returns:
+        The normalised input, and Moments of shape (clients, c).
+
+    Example:
+        >>> y, seen = normalise(torch.tensor([[4.0], [8.0]]), Running(torch.zeros(1), torch.ones(1)))
+        >>> seen.count, seen.mean.item(), seen.var.item()
+        (2, 6.0, 4.0)
+    """
+    mean, var = running.mean.detach(), running.var.detach()
+    if torch.compiler.is_compiling():
+        # Written out, it fuses with its neighbours and maps over clients; the kernel does neither.
+        scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
+        y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
+        y = (y if bias is None else y + _channels(bias, x)).to(x.dtype)
+    else:
+        y = F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
+    return y, measure(x, clients)
+
+
+def combine(moments: Moments) -> Moments:
+    """Moments of the union of n clients' values, by the law of total variance (equation RV).
+
+    N = sum K_i;  u = sum K_i u_i / N;  s^2 = sum K_i (s_i^2 + (u_i - u)^2) / N, in float64.
+    For two rows this is Chan's formula. The order of the rows does not matter to the last bit, and
+    a row with K_i = 0 is as if it were not there.
+
+    Args:
+        moments: count (n,), mean (n, c), var (n, c).
+
+    Returns:
+        Moments with count a 0-dim int64 tensor, mean (c,), var (c,).
+
+    Example:
+        >>> rows = Moments(torch.tensor([1, 3]), torch.tensor([[0.0], [4.0]]), torch.zeros(2, 1))
+        >>> union = combine(rows)
+        >>> int(union.count), union.mean.item(), union.var.item()
+        (4, 3.0, 3.0)
+    """
+    count, mean, var = moments
+    assert isinstance(count, Tensor)
+    mean, var = (t.to(_accumulator_dtype(t)) for t in (mean, var))
+    total = count.sum()
+    share = (count.to(mean.dtype) / total.clamp(min=1)).unsqueeze(-1)
+    centre = _ordered_sum(share * mean)
+    # The second pass removes the rounding of the first, which a large common offset makes visible.
+    centre = centre + _ordered_sum(share * (mean - centre))
+    spread = _ordered_sum(share * (var + (mean - centre).square()))
+    return Moments(total, centre, spread)
+
+
+def absorb(seen: Moments, new: Moments) -> tuple[Moments, Tensor]:
+    """Add a pass's moments to those seen so far; a row that is not finite is refused and counted.
+
+    Args:
+        seen: count 0-dim int64, mean (c,), var (c,).
+        new: count a number, mean (n, c), var (n, c).
+
+    Returns:
+        The moments seen now, and how many rows were refused (0-dim int64).
+    """
+    assert isinstance(seen.count, Tensor)
+    finite = (new.mean.isfinite() & new.var.isfinite()).all(-1)
+    keep = finite.unsqueeze(-1)
+    rows = Moments(
+        torch.cat([seen.count.view(1), finite * new.count]),
+        torch.cat([seen.mean.unsqueeze(0), torch.where(keep, new.mean, 0).to(seen.mean.dtype)]),
+        torch.cat([seen.var.unsqueeze(0), torch.where(keep, new.var, 0).to(seen.var.dtype)]),
+    )
+    return combine(rows), (~finite).sum()
+
+
+def round_momentum(momentum: float | None, tracked: int, steps: float = 1) -> float:
+    """The weight of a whole round of `steps` steps: 1 - (1 - beta)^steps.
+
+    A momentum of None averages over all steps: steps / (tracked + steps), torch's 1/t for one step.
+
+    Example:
+        >>> round_momentum(0.1, 7), round_momentum(None, 3), round(round_momentum(0.1, 0, 2), 3)
+        (0.1, 0.25, 0.19)
+    """
+    if momentum is None:
+        return steps / (tracked + steps)
+    if steps == 1 or momentum == 1:
+        return momentum
+    return -math.expm1(steps * math.log1p(-momentum))
+
+
+def update_running(
+    running: Running, seen: Moments, *, steps: float = 1, momentum: float | None = None
+) -> Running:
+    """BatchNorm's running update with the union's moments (Algorithm 1, lines 5 and 6).
+
+    m <- (1 - beta) m + beta u;  v <- (1 - beta) v + beta N/(N-1) s^2, in float64, cast back.
+    A single value (N = 1) has no unbiased variance: v stays.
+
+    Args:
+        running: the statistics before the round, (c,).
+        seen: the union's moments, (c,), with count at least 1.
+        steps: how many steps the moments cover.
+        momentum: overrides the layer's own.
+
+    Example:
+        >>> seen = Moments(2, torch.tensor([6.0]), torch.tensor([4.0]))
+        >>> after = update_running(Running(torch.zeros(1), torch.ones(1)), seen)
+        >>> round(after.mean.item(), 6), round(after.var.item(), 6), after.tracked
+        (0.6, 1.7, 1)
+    """
+    count = int(seen.count)
+    beta = round_momentum(running.momentum if momentum is None else momentum, running.tracked, steps)
+    mean, var = running.mean.double(), running.var.double()
+    mean = (1 - beta) * mean + beta * seen.mean.double()
+    if count > 1:
+        var = (1 - beta) * var + beta * (count / (count - 1)) * seen.var.double()
+    return running._replace(
+        mean=mean.to(running.mean.dtype),
+        var=var.to(running.var.dtype),
+        tracked=running.tracked + tracked_steps(steps),
+    )
+
+
+def tracked_steps(steps: float) -> int:
+    """How far the integer counter moves in a round: whole steps, at least one."""
+    return max(1, round(steps))
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The type statistics of `x` are measured in: float32 or better."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _accumulator_dtype(x: Tensor) -> torch.dtype:
+    """float64, except where the device has none."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _channels(values: Tensor, x: Tensor) -> Tensor:
+    """(c,) -> (c, 1, ...), to go with (batch, c, ...)."""
+    return values.view(-1, *[1] * (x.dim() - 2))
+
+
+def _ordered_sum(terms: Tensor) -> Tensor:
+    """Sum over clients, independent of their order; two terms commute without sorting."""
+    return terms.sum(0) if terms.shape[0] <= 2 else terms.sort(0).values.sum(0)
+
+
+class _Measure(torch.autograd.Function):
+    """`_reduce` or the faster eager kernel; under vmap the mapped axis becomes a client axis."""
+
+    @staticmethod
+    def forward(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
+        if x.device.type == "cpu" or (x.device.type == "cuda" and clients == 1):
+            rows = [_reduce_eager(part) for part in x.chunk(clients)]
+            return torch.stack([mean for mean, _ in rows]), torch.stack([var for _, var in rows])
+        return _reduce(x, clients)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return None, None
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        x, clients = args[0].movedim(in_dims[0], 0), args[1]
+        folded = _Measure.apply(x.flatten(0, 1), info.batch_size * clients)
+        return tuple(t.unflatten(0, (info.batch_size, clients)) for t in folded), (0, 0)
+
+
+def _reduce(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per client and channel in one reduction, (clients, c) each."""
+    x = x.to(statistics_dtype(x)).unflatten(0, (clients, -1))
+    var, mean = torch.var_mean(x, [1, *range(3, x.dim())], correction=0)
+    return mean, var
+
+
+def _reduce_eager(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One client's mean and biased variance, (c,), by the kernel behind torch's own BatchNorm.
+
+    It takes two passes, but adds up float32 rows one by one in some layouts. Blocks of `_ROWS`
+    rows bound that error; where it could still show in the variance, var_mean takes over.
+    """
+    x = x.to(statistics_dtype(x))
+    per_sample = math.prod(x.shape[2:])
+    blocks = x.split(max(1, _ROWS // per_sample)) if x.device.type == "cpu" else (x,)
+    parts = [torch.ops.aten.batch_norm_update_stats(block, None, None, 0.0) for block in blocks]
+    if len(parts) == 1:
+        mean, var = parts[0]
+    else:
+        means, variances = zip(*parts, strict=True)
+        counts = torch.tensor([len(block) * per_sample for block in blocks])
+        _, mean, var = combine(Moments(counts, torch.stack(means), torch.stack(variances)))
+        mean, var = mean.to(x.dtype), var.to(x.dtype)
+    if x.device.type == "cpu":
+        rows = min(len(x) * per_sample, max(_ROWS, per_sample))
+        error = mean * (rows * torch.finfo(x.dtype).eps / 2)
+        if bool((error.square() > _TOLERANCE * var).any()):
+            mean, var = (t[0] for t in _reduce(x, 1))
+    return mean, var

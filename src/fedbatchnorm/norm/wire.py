@@ -1,0 +1,140 @@
+"""Updates and statistics as bytes: safetensors, so nothing that arrives is ever executed."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .exchange import check_running
+from .messages import FORMAT, Update
+from .moments import Moments, Running
+
+_KEY = "fedbatchnorm"
+_HEADER = 1 << 24  # bytes of header that are read at all; thousands of layers need far less
+
+
+class FormatError(ValueError):
+    """Bytes that are not a message of this library, or are damaged."""
+
+
+def to_bytes(message: Update | Mapping[str, Running]) -> bytes:
+    """Write an update or statistics as bytes.
+
+    Example:
+        >>> import torch
+        >>> shared = {"bn": Running(torch.zeros(2), torch.ones(2), tracked=7)}
+        >>> from_bytes(to_bytes(shared))["bn"].tracked
+        7
+    """
+    from safetensors.torch import save
+
+    names = list(message)
+    tensors = {}
+    for i, name in enumerate(names):
+        for what in ("mean", "var"):
+            tensors[f"{i}.{what}"] = getattr(message[name], what).detach().cpu().contiguous().clone()
+    header: dict[str, Any] = {"layers": names}
+    if isinstance(message, Update):
+        header |= {
+            "kind": "update",
+            "format": message.format,
+            "round": message.round,
+            "id": message.id,
+            "count": [int(message[name].count) for name in names],
+            "skipped": [message.skipped.get(name, 0) for name in names],
+        }
+    else:
+        for name in names:
+            check_running(name, message[name])
+        header |= {
+            "kind": "statistics",
+            "format": FORMAT,
+            "tracked": [message[name].tracked for name in names],
+            "momentum": [message[name].momentum for name in names],
+            "eps": [message[name].eps for name in names],
+        }
+    return save(tensors, metadata={_KEY: json.dumps(header)})
+
+
+def from_bytes(data: bytes) -> Update | dict[str, Running]:
+    """Read what `to_bytes` wrote. Anything else gives a `FormatError`.
+
+    The bytes are checked for form, not for truth: a NaN or a negative variance in an update comes
+    through, and `merge` gives it its verdict.
+    """
+    header, tensors = _open(data)
+    try:
+        names, kind = header["layers"], header["kind"]
+        _expect(header["format"] == FORMAT, f"format {header['format']!r}; this version reads {FORMAT}")
+        _expect(_is_list(names, str) and len(set(names)) == len(names), "layer names")
+        wanted = {f"{i}.{what}" for i in range(len(names)) for what in ("mean", "var")}
+        _expect(set(tensors) == wanted, "tensor names")
+        for tensor in tensors.values():
+            _expect(tensor.dim() == 1 and tensor.is_floating_point(), "a tensor's shape or type")
+        if kind == "update":
+            return _read_update(header, names, tensors)
+        _expect(kind == "statistics", f"kind {kind!r}")
+        return _read_statistics(header, names, tensors)
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"not a fedbatchnorm message: {error!r}") from error
+
+
+def _open(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header of ours and the tensors, each of them as large as its bytes and no larger."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise FormatError(f"expected bytes, got {type(data).__name__}")
+    data = bytes(data)
+    size = int.from_bytes(data[:8], "little")
+    _expect(len(data) >= 8 and size <= min(len(data) - 8, _HEADER), "the header's length")
+    try:
+        outer = json.loads(data[8 : 8 + size])
+        header = json.loads(outer["__metadata__"][_KEY])
+        _expect(isinstance(header, dict), "the header")
+        return header, load(data)
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, RuntimeError) as error:
+        raise FormatError(f"not a fedbatchnorm message: {error}") from error
+
+
+def _read_update(header: dict, names: list[str], tensors: dict[str, Tensor]) -> Update:
+    counts, skipped = header["count"], header["skipped"]
+    for what in (counts, skipped):
+        _expect(_is_list(what, int) and len(what) == len(names), "counts")
+    for what in (header["round"], header["id"]):
+        _expect(what is None or _is(what, int), "round or id")
+    layers = {n: Moments(counts[i], tensors[f"{i}.mean"], tensors[f"{i}.var"]) for i, n in enumerate(names)}
+    lost = {name: times for name, times in zip(names, skipped, strict=True) if times}
+    return Update(layers, header["round"], lost, header["id"])
+
+
+def _read_statistics(header: dict, names: list[str], tensors: dict[str, Tensor]) -> dict[str, Running]:
+    tracked, momentum, eps = header["tracked"], header["momentum"], header["eps"]
+    _expect(all(_is_list(x, object) and len(x) == len(names) for x in (tracked, momentum, eps)), "settings")
+    _expect(_is_list(tracked, int) and _is_list(eps, float), "settings")
+    _expect(all(m is None or _is(m, float) or _is(m, int) for m in momentum), "momentum")
+    shared = {
+        name: Running(tensors[f"{i}.mean"], tensors[f"{i}.var"], tracked[i], momentum[i], eps[i])
+        for i, name in enumerate(names)
+    }
+    for name, running in shared.items():
+        try:
+            check_running(name, running)
+        except ValueError as error:
+            raise FormatError(str(error)) from error
+    return shared
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(_is(item, kind) for item in value)
+
+
+def _expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise FormatError(f"not a fedbatchnorm message: unexpected {what}")
