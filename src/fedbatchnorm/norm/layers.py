@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .moments import Moments, Running, _accumulator_dtype, absorb, normalise
+from .moments import Moments, Running, absorb, accumulator_dtype, in_transform, normalise
 
-_STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_step")
+_STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
+_TENSORS = _STATE[:-1]
+_PENDING = 64  # passes that are kept as they came before they are added up
 
 
 class FederatedBatchNorm(_BatchNorm):
@@ -44,17 +46,16 @@ class FederatedBatchNorm(_BatchNorm):
         """Forget what was seen."""
         like = self.running_mean
         assert like is not None
+        self._pending: list[tuple[int | None, Moments]] = []
         if "_seen" in self.__dict__ and self._seen.device == like.device:
-            for name in _STATE[:-1]:
+            for name in _TENSORS:
                 getattr(self, name).zero_()  # in place: a compiled graph may hold these tensors
-            self._step = None
             return
         self._count = torch.zeros((), dtype=torch.int64, device=like.device)
         self._refused = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._seen = torch.zeros((2, self.num_features), dtype=_accumulator_dtype(like), device=like.device)
+        self._seen = torch.zeros((2, self.num_features), dtype=accumulator_dtype(like), device=like.device)
         self._count_before = self._count.clone()
         self._seen_before = self._seen.clone()
-        self._step: int | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training also measure, unless activation checkpointing is recomputing."""
@@ -64,25 +65,57 @@ class FederatedBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         running = Running(self.running_mean, self.running_var, eps=self.eps)
-        y, seen = normalise(input, running, weight=self.weight, bias=self.bias)
+        y, moments = normalise(input, running, weight=self.weight, bias=self.bias)
         if torch.compiler.is_compiling():
-            _absorb_in_place(self, True, *seen)
+            self._keep()
+            self._add(moments)
         elif torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            step = _version(self.weight)
-            _Absorb.apply(self, step is None or step != self._step, *seen)
-            self._step = step
+            remember = _Remember.apply if in_transform() else _Remember.forward
+            remember(self, _version(self.weight), *moments)
         return y
 
     def discard_step(self) -> None:
         """Drop what the last step added; see `fedbatchnorm.discard_step`."""
-        self._count.copy_(self._count_before)
-        self._seen.copy_(self._seen_before)
-        self._step = None
+        if self._pending:
+            self._settle(self._last_step())
+            dropped = [moments._replace(count=0) for _, moments in self._pending]
+            self._add(_stack(dropped))  # nothing but the count of those that are not finite
+            self._pending.clear()
+        else:
+            self._count.copy_(self._count_before)
+            self._seen.copy_(self._seen_before)
 
     def seen(self) -> tuple[Moments, int]:
         """What the round has seen, as float64 on the CPU, and how many passes were refused."""
+        self._settle(len(self._pending))
         seen = self._seen.detach().cpu().double()
         return Moments(int(self._count), seen[0].clone(), seen[1].clone()), int(self._refused)
+
+    def _last_step(self) -> int:
+        """Where in the pending passes the last step begins."""
+        first = len(self._pending) - 1
+        step = self._pending[first][0]
+        while step is not None and first > 0 and self._pending[first - 1][0] == step:
+            first -= 1
+        return first
+
+    def _settle(self, passes: int) -> None:
+        """Add the first pending passes to the accumulators, all in one go."""
+        if passes:
+            self._add(_stack([moments for _, moments in self._pending[:passes]]))
+            self._keep()
+            del self._pending[:passes]
+
+    def _keep(self) -> None:
+        """From here on, a step that was not pending can be dropped."""
+        self._count_before.copy_(self._count)
+        self._seen_before.copy_(self._seen)
+
+    def _add(self, moments: Moments) -> None:
+        seen, refused = absorb(Moments(self._count, *self._seen), moments)
+        self._count.copy_(torch.as_tensor(seen.count))
+        self._seen.copy_(torch.stack([seen.mean, seen.var]))
+        self._refused.add_(refused)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -90,7 +123,8 @@ class FederatedBatchNorm(_BatchNorm):
             if self._seen.is_meta or self.running_mean.is_meta:
                 self.start_round()
             else:
-                for name in _STATE[:-1]:
+                self._settle(len(self._pending))
+                for name in _TENSORS:
                     setattr(self, name, getattr(self, name).to(self.running_mean.device))
         return self
 
@@ -174,25 +208,19 @@ def _version(weight: Tensor | None) -> int | None:
     return weight._version if weight is not None and weight.requires_grad else None
 
 
-def _absorb_in_place(
-    layer: FederatedBatchNorm, new_step: bool, count: int, mean: Tensor, var: Tensor
-) -> None:
-    """Add moments to what the layer has seen, keeping what was there before the step began."""
-    if new_step:
-        layer._count_before.copy_(layer._count)
-        layer._seen_before.copy_(layer._seen)
-    (total, *merged), refused = absorb(Moments(layer._count, *layer._seen), Moments(count, mean, var))
-    layer._count.copy_(total)
-    layer._seen.copy_(torch.stack(merged))
-    layer._refused.add_(refused)
+def _stack(passes: list[Moments]) -> Moments:
+    mean, var = torch.cat([m.mean for m in passes]), torch.cat([m.var for m in passes])
+    return Moments(torch.tensor([m.count for m in passes for _ in m.mean], device=mean.device), mean, var)
 
 
-class _Absorb(torch.autograd.Function):
-    """`_absorb_in_place` below all function transforms; rows that vmap maps over are all added."""
+class _Remember(torch.autograd.Function):
+    """Keep a pass's moments below all function transforms; rows that vmap maps over are all kept."""
 
     @staticmethod
-    def forward(layer, new_step, count, mean, var):
-        _absorb_in_place(layer, new_step, count, mean, var)
+    def forward(layer, step, count, mean, var):
+        layer._pending.append((step, Moments(count, mean, var)))
+        if len(layer._pending) >= _PENDING:
+            layer._settle(layer._last_step())
         return mean.new_empty(0)
 
     @staticmethod
@@ -210,4 +238,4 @@ class _Absorb(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         rows = [t.movedim(d, 0).flatten(0, 1) for t, d in zip(args[3:], in_dims[3:], strict=True)]
-        return _Absorb.apply(*args[:3], *rows), None
+        return _Remember.apply(*args[:3], *rows), None
