@@ -13,7 +13,9 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -64,6 +66,23 @@ def ratio(times, name, base):
     return statistics.median(times[name]) / statistics.median(times[base])
 
 
+def machine(device):
+    """What the figures were measured on."""
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        cpu = Path("/proc/cpuinfo")
+        models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
+        name = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    return {"name": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def commit():
+    """The commit that was measured, marked if there is more in the folder."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"  # noqa: S603
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -92,8 +111,7 @@ def main():
                 flush=True,
             )
     if args.json:
-        machine = {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}
-        result = {"device": args.device, "machine": machine, "rounds": args.rounds, "rows": rows}
+        result = {"commit": commit(), "machine": machine(args.device), "rounds": args.rounds, "rows": rows}
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+collect_ignore = ["norm/client_with_two_devices.py"]  # a script, started by test_exchange.py
+
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("default")
 

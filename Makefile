@@ -1,0 +1,40 @@
+# Two targets do everything, set-up included: make demo, make test.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_FLAGS ?=
+WORKERS ?= 2
+
+.PHONY: help demo test lint bench clean
+help:
+	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
+	@echo "make test    lint, types, import layers and tests"
+	@echo "make bench   speed of the layers against torch's BatchNorm"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fedbatchnorm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Installed anew whenever what is to be installed changes.
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/gaussian_ring.py
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -q -n $(WORKERS) --show-capture=stderr $(PYTEST_FLAGS)
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/layer.py
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,148 @@
+"""The package as a whole: what importing it does, what it never does, and that its documents are true."""
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fedbatchnorm as fbn
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def run(code, *args):
+    result = subprocess.run([sys.executable, *args, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_everything_public_is_there_and_documented():
+    assert sorted(fbn.__all__) == fbn.__all__
+    for name in fbn.__all__:
+        value = getattr(fbn, name)
+        assert name == "__version__" or value.__doc__, name
+
+
+def test_importing_needs_torch_and_numpy_alone():
+    code = """
+import sys, importlib.abc
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {'safetensors', 'matplotlib', 'scipy', 'sklearn', 'tyro', 'flwr'}:
+            raise ImportError(f'{name} is not part of the core')
+sys.meta_path.insert(0, Refuse())
+import fedbatchnorm
+"""
+    run(code)
+
+
+def test_importing_leaves_no_trace():
+    code = """
+import logging, threading, warnings, torch, numpy, random
+before = (len(logging.root.handlers), set(logging.root.manager.loggerDict), threading.active_count(),
+          list(warnings.filters), torch.get_rng_state().tolist(), random.getstate(),
+          torch.get_default_dtype(), torch.is_grad_enabled(), numpy.random.get_state()[1].tolist())
+import fedbatchnorm
+after = (len(logging.root.handlers), set(logging.root.manager.loggerDict), threading.active_count(),
+         list(warnings.filters), torch.get_rng_state().tolist(), random.getstate(),
+         torch.get_default_dtype(), torch.is_grad_enabled(), numpy.random.get_state()[1].tolist())
+assert before == after
+"""
+    run(code)
+
+
+def test_importing_adds_next_to_nothing_to_torch_s_own():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import fedbatchnorm
+print(*sorted(m for m in set(sys.modules) - before if not m.startswith('fedbatchnorm')))
+"""
+    added = run(code).split()
+    heavy = [m for m in added if m.startswith(("torch", "numpy", "scipy", "sympy"))]
+    assert not heavy
+    assert len(added) <= 10, added  # a few small modules of the standard library
+
+
+def forbidden_calls(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            yield from (
+                f"import {n}" for n in names if n.split(".")[0] in {"pickle", "cPickle", "dill", "marshal"}
+            )
+        if isinstance(node, ast.Call):
+            call = ast.unparse(node.func)
+            if call in {"eval", "exec", "torch.load", "yaml.load", "pickle.loads", "pickle.load"}:
+                yield call
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_that_arrives_is_ever_executed(path):
+    assert not list(forbidden_calls(path))
+
+
+def test_the_ban_can_fail(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("import pickle\nfrom dill import loads\nx = torch.load('f')\neval('1')\n")
+    assert len(list(forbidden_calls(bad))) == 4
+
+
+def blocks(path):
+    """The Python of a document, in order: one program, as a reader would type it."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_documents_run_as_written(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks(path))
+    assert code or path.name != "README.md"
+    exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
+
+
+def test_the_benchmark_page_is_what_the_results_say():
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "table.py", "--check"], check=True)
+
+
+def test_links_in_documents_lead_somewhere():
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_imports(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "fedbatchnorm/py.typed" in names
+    assert not [n for n in names if n.startswith("tests")]
+    with tarfile.open(sdist) as archive:
+        assert any(n.endswith("/README.md") for n in archive.getnames())
+    target = tmp_path / "site"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        target,
+        wheel,
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r}); import fedbatchnorm; print(fedbatchnorm.__file__)"
+    )
+    assert run(code, "-I").strip().startswith(str(target))
