@@ -7,6 +7,7 @@ model is cast, and are never broadcast by DistributedDataParallel.
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class FederatedBatchNorm(_BatchNorm):
             self._keep()
             self._add(moments)
         elif torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            remember = _Remember.apply if in_transform() else _Remember.forward
+            remember = _Remember.apply if in_transform() else _remember
             remember(self, _version(self.weight), *moments)
         return y
 
@@ -213,14 +214,18 @@ def _stack(passes: list[Moments]) -> Moments:
     return Moments(torch.tensor([m.count for m in passes for _ in m.mean], device=mean.device), mean, var)
 
 
+def _remember(layer: FederatedBatchNorm, step: int | None, *moments: Any) -> None:
+    layer._pending.append((step, Moments(*moments)))
+    if len(layer._pending) >= _PENDING:
+        layer._settle(layer._last_step())
+
+
 class _Remember(torch.autograd.Function):
-    """Keep a pass's moments below all function transforms; rows that vmap maps over are all kept."""
+    """`_remember` below all function transforms; rows that vmap maps over are all kept."""
 
     @staticmethod
     def forward(layer, step, count, mean, var):
-        layer._pending.append((step, Moments(count, mean, var)))
-        if len(layer._pending) >= _PENDING:
-            layer._settle(layer._last_step())
+        _remember(layer, step, count, mean, var)
         return mean.new_empty(0)
 
     @staticmethod

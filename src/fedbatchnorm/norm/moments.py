@@ -17,6 +17,7 @@ from torch import Tensor
 _PLANES_LIMIT = 4.0
 _ROWS_TOLERANCE = 1e-4
 _GROUPS, _FEW_ROWS = 32, 1024
+_EPSILON = torch.finfo(torch.float32).eps
 
 
 class Moments(NamedTuple):
@@ -321,9 +322,11 @@ def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
     # Channels lie side by side: the kernel adds up row after row in float32. Taken as (k/32, 32 c)
     # the same memory has 32 times fewer rows to add up, and the groups are brought together after.
     groups = math.gcd(count, _GROUPS) if count > _FEW_ROWS else 1
-    mean, var = _two_passes(x.movedim(1, -1).reshape(count // groups, groups * channels))
+    rows = x.permute(0, *range(2, x.dim()), 1).reshape(count // groups, groups * channels)
+    mean, var = _two_passes(rows)
     if groups > 1:
-        between, mean = torch.var_mean(mean.view(groups, channels), 0, correction=0)
-        var = var.view(groups, channels).mean(0) + between
-    error = count / groups * torch.finfo(x.dtype).eps / 2  # of the mean, relative, at worst
+        mean, between = _two_passes(mean.view(groups, channels))
+        within, _ = _two_passes(var.view(groups, channels))
+        var = within.add_(between)
+    error = count / groups * _EPSILON / 2  # of the mean, relative, at worst
     return mean, var, _ROWS_TOLERANCE / error**2
