@@ -57,15 +57,19 @@ def test_moving_takes_what_was_seen_along():
     assert_close(fbn.collect(model), seen_by(net(), images(), images(seed=1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("offset", [0.0, 30.0, 1e4])
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    # At 1e4, half-precision numbers are so far apart that hardly any value differs from the mean.
+    [(d, o) for d in (torch.float16, torch.bfloat16, torch.float32) for o in (0.0, 30.0, 1e3)]
+    + [(torch.float32, 1e4)],
+)
 @pytest.mark.parametrize("clients", [1, 5])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_precision(dtype, offset, clients, layout):
     x = (torch.randn(500, 16, 24, 24, device="cuda") + offset).to(dtype).contiguous(memory_format=layout)
-    seen = measure(x, clients)
     reference = x.double().unflatten(0, (clients, -1))
     mean, var = reference.mean((1, 3, 4)), reference.var((1, 3, 4), correction=0)
+    seen = measure(x, clients)
     assert seen.mean.dtype == torch.float32
     torch.testing.assert_close(seen.mean.double(), mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(seen.var.double(), var, rtol=1e-4, atol=1e-12)
@@ -91,6 +95,7 @@ def test_a_loss_scaler_that_skips_a_step():
     assert_close(fbn.collect(model), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode):
     model = net().cuda()
@@ -99,6 +104,7 @@ def test_compiled(mode):
     for seed in range(6):
         torch.compiler.cudagraph_mark_step_begin()
         compiled(images(seed=seed).cuda()).square().mean().backward()
+        compiled.zero_grad()
         assert_close(fbn.collect(compiled), seen_by(eager, images(seed=seed).cuda()), rtol=1e-4, atol=1e-4)
         shared = fbn.statistics(compiled)
         fbn.load_statistics(compiled, shared)
