@@ -289,6 +289,7 @@ def test_below_the_quorum_the_statistics_stay():
     assert not result.updated
     assert result.statistics["bn"] is shared["bn"]
     assert all(v.used for v in result.verdicts.values())
+    assert [n[:2] for n in result.notices] == [("bn", "below_quorum")]
     assert merge(shared, random_updates(0, 4), quorum=4).updated
     assert not merge(shared, []).updated
 

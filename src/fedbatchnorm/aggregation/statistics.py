@@ -72,8 +72,6 @@ def merge(
     _check_arguments(shared, momentum, steps, quorum)
     verdicts = judge(shared, clients, max_count)
     used = [client for client, verdict in verdicts.items() if verdict.used]
-    if len(used) < quorum:
-        return MergeResult(dict(shared), verdicts, False)
     notices: list[Notice] = []
     rows: dict[str, tuple[Hashable, ...]] = {}
     for name in shared:

@@ -140,8 +140,6 @@ def combine(moments: Moments) -> Moments:
     total = count.sum()
     share = (count.to(mean.dtype) / total.clamp(min=1)).unsqueeze(-1)
     centre = _ordered_sum(share * mean)
-    # The second pass removes the rounding of the first, which a large common offset makes visible.
-    centre = centre + _ordered_sum(share * (mean - centre))
     spread = _ordered_sum(share * (var + (mean - centre).square()))
     return Moments(total, centre, spread)
 
