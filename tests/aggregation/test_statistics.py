@@ -325,8 +325,10 @@ def test_dead_and_constant_channels_stay_finite_for_ever():
     shared = one_layer(channels=2, dtype=torch.float32)
     update = {"bn": Moments(50, torch.tensor([0.0, 3.0]), torch.zeros(2))}
     for _ in range(10_000):
-        shared = merge(shared, [update]).statistics
+        result = merge(shared, [update])
+        shared = result.statistics
     after = shared["bn"]
+    assert result.notices == (Notice("bn", "constant", "2 of 2 channels had the same value everywhere"),)
     assert after.var.isfinite().all()
     assert (after.var >= 0).all()
     assert after.mean.tolist() == pytest.approx([0.0, 3.0])
@@ -415,12 +417,18 @@ def test_an_aggregator_that_misbehaves_is_named(aggregator, message):
         ({"quorum": 0}, "quorum is 0"),
         ({"quorum": 1.5}, "quorum is 1.5"),
         ({"max_count": 0}, "max_count is 0"),
+        ({"max_count": "9"}, "max_count is '9'"),
         ({"max_count": {"other": 3}}, "max_count: layer 'bn' is missing"),
     ],
 )
 def test_unusable_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         merge(one_layer(), random_updates(0, 2), **kwargs)
+
+
+def test_no_updates_at_all_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="updates: expected a list"):
+        merge(one_layer(), None)
 
 
 def test_one_update_is_not_a_list_of_updates():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,9 @@ MISSHAPEN = [
     {"mean": torch.zeros(()).double()},
     {"mean": torch.zeros(2, dtype=torch.int64)},
     {"mean": torch.zeros(2, dtype=torch.complex64)},
+    {"mean": torch.zeros(2).to(torch.float8_e4m3fn)},
+    {"var": torch.zeros(2).double().to_sparse()},
+    {"var": torch.zeros(2, device="meta")},
     {"mean": [0.0, 0.0]},
     {"var": None},
     {"count": 5.0},
@@ -113,6 +117,12 @@ def test_2_a_wrong_shape_or_type_is_left_out(fields):
         {**honest()[0], "c": honest()[0]["a"]},
         {"a": honest()[0]["a"], "b": None},
         {"a": honest()[0]["a"], "b": (1, 2)},
+        {"a": honest()[0]["a"], "b": (5, torch.zeros(2), torch.ones(2))},
+        honest()[0]["a"],
+        Update(None),
+        Update([]),
+        Update(dict(honest()[0]), round=0, id=[9]),
+        Update(dict(honest()[0]), round="0", id=9),
         Update(dict(honest()[0]), round=0, id=9, format=2),
     ],
 )
@@ -122,10 +132,11 @@ def test_2_what_is_no_update_of_this_model_is_left_out(update):
     assert_left_out(updates, [1], "schema")
 
 
-def test_2_a_count_may_be_a_tensor():
+def test_2_a_count_may_be_a_tensor_or_numpy_s():
     updates = honest()
     updates[0] = changed(updates[0], count=torch.tensor(5))
-    assert merge(SHARED, updates).verdicts[0].used
+    updates[1] = changed(updates[1], count=np.int64(5))
+    assert [v.used for v in merge(SHARED, updates).verdicts.values()] == [True] * 4
 
 
 def test_3_a_negative_variance_is_left_out():
@@ -195,6 +206,21 @@ def test_8_every_message_of_a_recorded_run_replayed_is_left_out():
             assert torch.equal(result.statistics[name].var, expected[name].var)
         recorded += updates.values()
         shared = expected
+
+
+def test_8_a_replay_is_seen_where_a_pretrained_layer_is_frozen():
+    model = fbn.convert(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)))
+    model[0].num_batches_tracked.fill_(5000)
+    model[0].eval()
+    shared, old = fbn.statistics(model), None
+    for _ in range(3):
+        fbn.load_statistics(model, shared)
+        model(torch.randn(4, 2))
+        new = fbn.collect(model)
+        result = merge(shared, {"new": new, "replay": old or new})
+        assert result.verdicts["new"].used
+        assert result.verdicts["replay"].reason == ("stale_round" if old else "duplicate")
+        shared, old = result.statistics, old or new
 
 
 def test_10_a_client_without_values_is_left_out():

@@ -63,6 +63,7 @@ BROKEN = [
     ({"var": torch.tensor([1.0, -1.0, 1.0])}, "var is negative"),
     ({"tracked": 1.5}, "tracked"),
     ({"tracked": -1}, "tracked"),
+    ({"tracked": 2**63}, "tracked"),
     ({"momentum": 0.0}, "momentum"),
     ({"momentum": math.nan}, "momentum"),
     ({"eps": 0.0}, "eps"),
@@ -83,6 +84,14 @@ def test_unusable_statistics_name_the_layer_and_leave_the_model_alone(change, me
     assert fbn.collect(model)["1"].count == 6
 
 
+def test_statistics_that_a_short_model_cannot_hold_are_refused():
+    model = net(torch.float16)
+    shared = fbn.statistics(model)
+    shared["3"] = shared["3"]._replace(var=torch.full((3,), 1e5))
+    with pytest.raises(ValueError, match=r"layer '3': var is too large for torch.float16"):
+        fbn.load_statistics(model, shared)
+
+
 def test_statistics_of_another_model_are_refused():
     shared = fbn.statistics(net())
     shared["other"] = shared.pop("3")
@@ -97,7 +106,7 @@ def test_an_update_knows_its_round_even_if_only_weights_were_loaded():
         client.load_state_dict(server.state_dict())
         client(batch(seed=expected))
         update = fbn.collect(client)
-        assert update.round == expected
+        assert update.round == 2 * expected  # two layers, a step each
         result = fbn.merge(shared, [update])
         assert result.updated
         shared = result.statistics

@@ -282,13 +282,94 @@ def test_without_a_trainable_weight_a_step_is_a_pass():
     assert fbn.collect(model)["1"].count == 6 * 36
 
 
-def test_a_layer_called_twice_in_a_pass_sees_both_and_drops_both():
+def test_a_layer_called_twice_in_a_pass_sees_both():
     layer = fbn.FederatedBatchNorm1d(3)
     layer(layer(torch.randn(5, 3)))
-    fbn.discard_step(layer)
-    assert fbn.collect(layer)[""].count == 0
-    layer(layer(torch.randn(5, 3)))
     assert fbn.collect(layer)[""].count == 10
+
+
+class InPlaceOnData(torch.optim.Optimizer):
+    """As old optimisers do it: autograd does not see the change."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+OPTIMISERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "in place on data": lambda p: InPlaceOnData(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_discard_step_drops_one_step_whatever_the_optimiser(optimiser, micro_batches):
+    model = net()
+    trainer = Trainer(model)
+    trainer.optimiser = OPTIMISERS[optimiser](model.parameters())
+    for step in range(100):
+        trainer.step(*[images(2, seed=step)] * micro_batches, skip=step == 99)
+    assert fbn.collect(model)["1"].count == 99 * micro_batches * 2 * 36
+
+
+def test_a_layer_that_the_last_step_did_not_run_keeps_what_it_has():
+    model = fbn.convert(nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)}))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model["a"](torch.randn(8, 3)).sum() + model["b"](torch.randn(8, 3)).sum()).backward()
+    optimiser.step()
+    optimiser.zero_grad()
+    model["a"](torch.randn(5, 3)).sum().backward()
+    for _ in range(2):
+        fbn.discard_step(model)
+    update = fbn.collect(model)
+    assert [update[name].count for name in "ab"] == [8, 8]
+
+
+def test_a_step_that_was_taken_can_be_dropped_too():
+    model = net()
+    trainer = Trainer(model)
+    trainer.step(images(seed=0))
+    trainer.step(images(seed=1))
+    fbn.discard_step(model)
+    assert_same(fbn.collect(model), seen_by(model, images(seed=0)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", ["none", "one"])
+def test_a_round_of_many_passes_stays_small(steps):
+    layer = fbn.FederatedBatchNorm1d(3)
+    for i in range(1000):
+        y = layer(torch.full((2, 3), float(i)))
+        if steps == "one":
+            y.sum().backward()  # gradients pile up: all one step
+        assert len(layer._pending) <= 64
+    if steps == "one":
+        fbn.discard_step(layer)
+        assert fbn.collect(layer)[""].count == 0
+    else:
+        assert fbn.collect(layer)[""].mean.tolist() == pytest.approx([499.5] * 3)
+
+
+def test_data_parallel_replicas_say_what_to_use():
+    replica = fbn.FederatedBatchNorm1d(3)._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match="use DistributedDataParallel"):
+        replica(torch.randn(4, 3))
+
+
+def test_converted_in_inference_mode_it_still_trains():
+    layer = nn.BatchNorm1d(3)
+    with torch.inference_mode():
+        fbn.convert(layer)
+    for _ in range(2):
+        layer(torch.randn(4, 3))
+        assert fbn.collect(layer)[""].count == 4
 
 
 def test_per_sample_gradients_see_every_sample_once():
@@ -373,6 +454,28 @@ def test_compiled_in_one_graph_and_never_again():
         compiled(images(seed=2))
         fbn.discard_step(compiled)
         assert_same(fbn.collect(compiled), seen_by(eager, images(seed=1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_compiled_precision_survives_offsets(layout):
+    layer = fbn.FederatedBatchNorm2d(8)
+    x = (torch.randn(64, 8, 32, 32) + 1e4).contiguous(memory_format=layout)
+    torch.compile(layer)(x)
+    seen = fbn.collect(layer)[""]
+    torch.testing.assert_close(seen.mean, x.double().mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen.var, x.double().var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+def test_a_step_is_dropped_where_compiled_and_eager_passes_mix():
+    layer = fbn.FederatedBatchNorm1d(3)
+    compiled = torch.compile(layer)
+    compiled(torch.randn(8, 3))
+    layer(torch.randn(6, 3))
+    compiled(torch.randn(5, 3))
+    fbn.discard_step(layer)
+    assert fbn.collect(layer)[""].count == 14
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbatchnorm import Moments, Running, Sums, from_sums, merge, to_sums
+from fedbatchnorm import Moments, Running, Sums, Update, from_sums, merge, to_sums
 
 
 def clients(seed, n, offset):
@@ -62,6 +62,7 @@ def test_impossible_sums_are_left_to_the_verdict():
         (Sums(1.5, torch.zeros(2), torch.zeros(2)), "whole number"),
         (Sums(-1, torch.zeros(2), torch.zeros(2)), "whole number"),
         (Sums(float("nan"), torch.zeros(2), torch.zeros(2)), "whole number"),
+        (Sums(float("inf"), torch.zeros(2), torch.zeros(2)), "whole number"),
         (Sums(1, torch.zeros(1), torch.zeros(2)), r"shape \(1,\)"),
     ],
 )
@@ -76,6 +77,15 @@ def test_sums_of_another_model_are_refused():
     update = {"other": Moments(1, torch.zeros(2), torch.zeros(2))}
     with pytest.raises(ValueError, match=r"missing \['bn'\], unexpected \['other'\]"):
         to_sums(update, shared)
+
+
+def test_sums_hide_neither_a_stale_round_nor_a_wrong_shape():
+    shared = {"bn": Running(torch.zeros(2), torch.ones(2), tracked=5)}
+    stale = Update({"bn": Moments(1, torch.zeros(2), torch.zeros(2))}, round=2)
+    with pytest.raises(ValueError, match="of round 2, the statistics are of 5"):
+        to_sums(stale, shared)
+    with pytest.raises(ValueError, match=r"layer 'bn': moments of shape \(1,\)"):
+        to_sums({"bn": Moments(1, torch.zeros(1), torch.zeros(2))}, shared)
 
 
 def test_sums_only_add_to_sums():

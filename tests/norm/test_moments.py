@@ -56,10 +56,32 @@ def test_precision_survives_offsets_and_short_types(dtype, offset, shape, layout
     torch.testing.assert_close(seen.var[0].double(), var, rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((1_000_001, 2), torch.contiguous_format),
+        ((25, 4, 111, 111), torch.channels_last),
+        ((1, 4, 511, 511), torch.channels_last),
+        ((1, 4, 511, 511), torch.contiguous_format),
+        ((1, 2, 2049, 1023), torch.contiguous_format),
+        ((37, 5, 9, 7), torch.channels_last),
+    ],
+)
+@pytest.mark.parametrize("values", ["normal", "sign"])
+def test_precision_does_not_depend_on_how_the_count_divides(shape, layout, values, generator):
+    x = torch.randn(shape, generator=generator)
+    x = (x if values == "normal" else 0.7 * x.sign()).contiguous(memory_format=layout)
+    seen = measure(x)
+    mean, var = reference(x)
+    torch.testing.assert_close(seen.mean[0].double(), mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen.var[0].double(), var, rtol=1e-5, atol=0)
+
+
 def test_an_empty_batch_counts_zero():
     seen = measure(torch.zeros(0, 3, 4, 4))
     assert seen.count == 0
     assert seen.mean.tolist() == seen.var.tolist() == [[0.0, 0.0, 0.0]]
+    assert measure(torch.zeros(4, 0)).mean.shape == (1, 0)
 
 
 @pytest.mark.parametrize(("shape", "clients"), [((6,), 1), ((6, 2), 4), ((6, 2), 0)])

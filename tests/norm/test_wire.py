@@ -91,6 +91,7 @@ HOSTILE = {
     "endless number": crafted({"__metadata__": {"fedbatchnorm": '{"format": ' + "9" * 10_000 + "}"}}),
     "a list": crafted(b"[]"),
     "no metadata": crafted({}),
+    "a large header": crafted({"__metadata__": {"fedbatchnorm": "[" + "[]," * 2**20 + "[]]"}}),
     "metadata of another": crafted({"__metadata__": {"format": "pt"}}),
     "metadata a string": crafted({"__metadata__": "x"}),
     "inner list": crafted({"__metadata__": {"fedbatchnorm": "[]"}}),
@@ -136,6 +137,18 @@ def test_hostile_bytes_give_a_typed_error(name):
 def test_what_is_not_bytes_gives_a_typed_error(value):
     with pytest.raises(FormatError, match="expected bytes"):
         fbn.from_bytes(value)
+
+
+def test_types_that_no_client_measures_in_are_refused():
+    tiny = torch.zeros(2).to(torch.float8_e4m3fn)
+    data = fbn.to_bytes(Update({"a": Moments(5, tiny, tiny)}, round=0, id=9))
+    with pytest.raises(FormatError, match="shape or type"):
+        fbn.from_bytes(data)
+
+
+def test_whole_numbers_as_settings_survive():
+    shared = {"bn": Running(torch.zeros(1), torch.ones(1), momentum=1, eps=1)}
+    assert fbn.from_bytes(fbn.to_bytes(shared))["bn"][2:] == (0, 1, 1.0)
 
 
 def test_tensors_must_be_one_dimensional_floats():

@@ -1,7 +1,7 @@
 """The server's step: clients' moments in, the next shared statistics out."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ class Notice(NamedTuple):
     """Something about one layer that the server's operator should know; never an error."""
 
     layer: str
-    reason: Literal["empty", "below_quorum", "insufficient_count", "robust_collapse"]
+    reason: Literal["empty", "below_quorum", "insufficient_count", "constant", "robust_collapse"]
     detail: str
 
 
@@ -84,13 +84,12 @@ def merge(
             detail = f"{len(present)} of the required {quorum} clients: the statistics stay"
             notices.append(Notice(name, "below_quorum", detail))
     stacked = {name: _stack(clients, name, present) for name, present in rows.items()}
+    unions = {name: combine(moments) for name, moments in stacked.items()}
     exact = {
-        name: update_running(_on_cpu(shared[name]), combine(stacked[name]), steps=steps, momentum=momentum)
-        for name in rows
+        name: update_running(_on_cpu(shared[name]), union, steps=steps, momentum=momentum)
+        for name, union in unions.items()
     }
-    for name in rows:
-        if int(torch.as_tensor(stacked[name].count).sum()) == 1:
-            notices.append(Notice(name, "insufficient_count", "a single value: the variance stays"))
+    notices += _degenerate(unions)
     after = exact
     if aggregator is not None:
         after = {}
@@ -171,6 +170,18 @@ def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
     return result
 
 
+def _degenerate(unions: Mapping[str, Moments]) -> list[Notice]:
+    notices = []
+    for name, union in unions.items():
+        constant = int((union.var == 0).sum())
+        if int(union.count) == 1:
+            notices.append(Notice(name, "insufficient_count", "a single value: the variance stays"))
+        elif constant:
+            detail = f"{constant} of {len(union.var)} channels had the same value everywhere"
+            notices.append(Notice(name, "constant", detail))
+    return notices
+
+
 def _collapsed(robust: Mapping[str, Running], exact: Mapping[str, Running]) -> list[Notice]:
     notices = []
     for name, running in robust.items():
@@ -207,12 +218,15 @@ def _like(new: Running, old: Running) -> Running:
 
 
 def _clients(updates) -> dict[Hashable, Any]:
-    if isinstance(updates, Update) or (
-        isinstance(updates, Mapping) and any(isinstance(value, Moments) for value in updates.values())
-    ):
+    single = (
+        isinstance(updates, Mapping) and updates and all(isinstance(m, Moments) for m in updates.values())
+    )
+    if isinstance(updates, Update) or single:
         raise ValueError("updates: this is one update; give a list of them, or client id -> update")
     if isinstance(updates, Mapping):
         return dict(updates)
+    if not isinstance(updates, Iterable):
+        raise ValueError(f"updates: expected a list or client id -> update, got {type(updates).__name__}")
     return dict(enumerate(updates))
 
 

@@ -1,14 +1,15 @@
 """What a server can tell of a client's update for free: checks that no honest client fails."""
 
 import math
+import numbers
 from collections.abc import Hashable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..norm.messages import FORMAT, Update, version
-from ..norm.moments import Running
+from ..norm.messages import DTYPES, FORMAT, Update, version
+from ..norm.moments import Moments, Running
 
 Reason = Literal[
     "schema",
@@ -71,6 +72,8 @@ def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[st
     if not isinstance(update, Mapping):
         return Verdict(False, "schema", None, f"expected an update, got {type(update).__name__}")
     if isinstance(update, Update):
+        if not isinstance(update.layers, Mapping) or not all(_whole(n) for n in (update.round, update.id)):
+            return Verdict(False, "schema", None, "layers must be a mapping, round and id integers")
         if update.format != FORMAT:
             return Verdict(False, "schema", None, f"format {update.format!r}, expected {FORMAT}")
         if update.round is not None and update.round != version(shared):
@@ -91,15 +94,17 @@ def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[st
 
 
 def _judge_layer(running: Running, moments: object, limit: float) -> tuple[Reason | None, str]:
-    if not isinstance(moments, tuple) or len(moments) != 3:
+    if not isinstance(moments, Moments):
         return "schema", f"expected Moments(count, mean, var), got {type(moments).__name__}"
     count, *fields = moments
     reason, detail = _judge_count(count, limit)
     if reason == "schema":
         return reason, detail
     for what, value in zip(("mean", "var"), fields, strict=True):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             return "schema", f"{what} must be a floating-point tensor"
+        if value.layout != torch.strided or value.is_meta:
+            return "schema", f"{what} must be an ordinary tensor with values"
         if value.shape != running.mean.shape:
             return "schema", f"{what} has shape {tuple(value.shape)}, expected {tuple(running.mean.shape)}"
     mean, var = fields
@@ -120,11 +125,15 @@ def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
         count = count.item()
     if isinstance(count, float) and not math.isfinite(count):
         return "non_finite", f"count is {count}"
-    if isinstance(count, bool) or not isinstance(count, int):
+    if isinstance(count, bool) or not isinstance(count, numbers.Integral):
         return "schema", f"count is {count!r}, expected an integer"
-    if not 0 <= count <= limit:
+    if not 0 <= int(count) <= limit:
         return "count_out_of_range", f"count is {count}, allowed are 0 to {limit:.0f}"
     return None, ""
+
+
+def _whole(number: object) -> bool:
+    return number is None or (isinstance(number, int) and not isinstance(number, bool))
 
 
 def _limit(name: str, max_count: float | Mapping[str, float] | None) -> float:
@@ -134,7 +143,7 @@ def _limit(name: str, max_count: float | Mapping[str, float] | None) -> float:
         max_count = max_count[name]
     if max_count is None:
         return _LARGEST_COUNT
-    if not max_count > 0:
+    if not isinstance(max_count, numbers.Real) or not max_count > 0:
         raise ValueError(f"max_count is {max_count!r} for layer {name!r}; it must be positive")
     return min(max_count, _LARGEST_COUNT)
 

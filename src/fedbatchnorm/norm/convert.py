@@ -98,6 +98,8 @@ def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
     for name, layer in _batch_norms(model):
         if not isinstance(layer, FederatedBatchNorm):
             raise ValueError(f"layer {name!r} is a plain {type(layer).__name__}: call convert(model) first")
+        if name in layers:
+            raise ValueError(f"two layers are called {name!r} once the names of wrappers are left out")
         layers[name] = layer
     return layers
 

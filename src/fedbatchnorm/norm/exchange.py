@@ -35,7 +35,8 @@ def statistics(model: nn.Module) -> dict[str, Running]:
 def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
     """Load shared statistics into a converted model; moments not yet collected are discarded.
 
-    Everything is checked first: on an error the model is as it was.
+    Everything is checked first: on an error the model is as it was. The momentum is the server's
+    alone and is not loaded.
 
     Args:
         model: a converted model.
@@ -47,6 +48,10 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
         raise ValueError(f"statistics do not fit the model: missing {missing}, unexpected {extra}")
     for name, layer in layers.items():
         check_running(name, shared[name], layer.num_features)
+        dtype = _buffers(layer)[0].dtype
+        for what in ("mean", "var"):
+            if not bool(getattr(shared[name], what).to(dtype).isfinite().all()):
+                raise ValueError(f"layer {name!r}: {what} is too large for {dtype}")
         if shared[name].eps != layer.eps:
             raise ValueError(
                 f"layer {name!r}: eps is {layer.eps} in the model and {shared[name].eps} in the "
@@ -85,21 +90,22 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
     skipped = {name: refused for name, (_, refused) in seen.items()}
     identity = new_id()
     if group is not None:
-        device = next(iter(layers.values()))._seen.device
+        device = next((layer._seen.device for layer in layers.values()), torch.device("cpu"))
         moments, skipped, identity = _gather(moments, skipped, identity, group, device)
     for layer in layers.values():
         layer.start_round()
     skipped = {name: times for name, times in skipped.items() if times}
-    current = max((int(_buffers(layer)[2]) for layer in layers.values()), default=0)
+    current = sum(int(_buffers(layer)[2]) for layer in layers.values())
     return Update(moments, round=current, skipped=skipped, id=identity)
 
 
 def discard_step(model: nn.Module) -> None:
     """Drop what the last step added, as when a loss scaler finds an overflow and skips it.
 
-    A step is all passes since the optimiser last changed a layer's weight, so micro-batches of
-    gradient accumulation and repeated calls of one layer go together. Where that cannot be seen
-    (no trainable weight, torch.compile), a step is the last pass.
+    A step is all passes since the optimiser changed the layer's weight or its gradient was cleared,
+    so micro-batches of gradient accumulation go together, and layers that the step did not run keep
+    what they have. Where that cannot be seen (no trainable weight, torch.compile), and for a layer
+    called several times before the first gradient, it is the last pass.
 
     Example:
         >>> import fedbatchnorm as fbn
@@ -109,8 +115,13 @@ def discard_step(model: nn.Module) -> None:
         >>> fbn.collect(model)["0"].count
         0
     """
-    for layer in federated_layers(model).values():
-        layer.discard_step()
+    layers = federated_layers(model).values()
+    states = [layer.step_is_open() for layer in layers]
+    for layer, is_open in zip(layers, states, strict=True):
+        # A layer that the last step did not run was closed by the optimiser before.
+        if is_open is not False or True not in states:
+            layer.discard_step()
+        layer.close_step()
 
 
 def check_running(name: str, running: Running, channels: int | None = None) -> None:
@@ -127,7 +138,7 @@ def check_running(name: str, running: Running, channels: int | None = None) -> N
             raise ValueError(f"layer {name!r}: {what} is not finite")
     if bool((running.var < 0).any()):
         raise ValueError(f"layer {name!r}: var is negative")
-    if not isinstance(running.tracked, int) or running.tracked < 0:
+    if not isinstance(running.tracked, int) or not 0 <= running.tracked < 2**63:
         raise ValueError(f"layer {name!r}: tracked is {running.tracked!r}, not a count")
     if running.momentum is not None and not 0 < running.momentum <= 1:
         raise ValueError(f"layer {name!r}: momentum is {running.momentum}; it must be in (0, 1] or None")

@@ -7,7 +7,7 @@ model is cast, and are never broadcast by DistributedDataParallel.
 
 import functools
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,22 +47,26 @@ class FederatedBatchNorm(_BatchNorm):
         """Forget what was seen."""
         like = self.running_mean
         assert like is not None
-        self._pending: list[tuple[int | None, Moments]] = []
+        self._pending: list[_Pass] = []
         if "_seen" in self.__dict__ and self._seen.device == like.device:
             for name in _TENSORS:
                 getattr(self, name).zero_()  # in place: a compiled graph may hold these tensors
             return
-        self._count = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._refused = torch.zeros((), dtype=torch.int64, device=like.device)
-        self._seen = torch.zeros((2, self.num_features), dtype=accumulator_dtype(like), device=like.device)
-        self._count_before = self._count.clone()
-        self._seen_before = self._seen.clone()
+        with torch.inference_mode(False):  # tensors made inside could not be changed outside
+            self._count = torch.zeros((), dtype=torch.int64, device=like.device)
+            self._refused = torch.zeros((), dtype=torch.int64, device=like.device)
+            shape = (2, self.num_features)
+            self._seen = torch.zeros(shape, dtype=accumulator_dtype(like), device=like.device)
+            self._count_before = self._count.clone()
+            self._seen_before = self._seen.clone()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training also measure, unless activation checkpointing is recomputing."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
+        if "_is_replica" in self.__dict__:
+            raise RuntimeError("DataParallel would mix up what its replicas see: use DistributedDataParallel")
         assert self.running_mean is not None
         assert self.running_var is not None
         running = Running(self.running_mean, self.running_var, eps=self.eps)
@@ -71,44 +75,79 @@ class FederatedBatchNorm(_BatchNorm):
             self._keep()
             self._add(moments)
         elif torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            remember = _Remember.apply if in_transform() else _remember
-            remember(self, _version(self.weight), *moments)
+            if in_transform():
+                _Remember.apply(self, None, *moments)
+            else:
+                self._remember(self._weight_version(), moments)
         return y
+
+    def step_is_open(self) -> bool | None:
+        """Whether the optimiser has left the weight alone since the last pass; None if unknown."""
+        if not self._pending or self._pending[-1].version is None:
+            return None
+        return self._pending[-1].version == self._weight_version()
 
     def discard_step(self) -> None:
         """Drop what the last step added; see `fedbatchnorm.discard_step`."""
-        if self._pending:
-            self._settle(self._last_step())
-            dropped = [moments._replace(count=0) for _, moments in self._pending]
-            self._add(_stack(dropped))  # nothing but the count of those that are not finite
-            self._pending.clear()
-        else:
+        if bool(self._count != self._count_before):  # it was compiled
             self._count.copy_(self._count_before)
             self._seen.copy_(self._seen_before)
+        elif self._pending:
+            self._settle(self._last_step())
+            dropped = [p.moments._replace(count=0) for p in self._pending]
+            self._add(_stack(dropped, self._seen.device))  # nothing but the count of those not finite
+            self._pending.clear()
+
+    def close_step(self) -> None:
+        """From here on, nothing that was seen can be dropped."""
+        self._settle(len(self._pending))
+        self._keep()
 
     def seen(self) -> tuple[Moments, int]:
         """What the round has seen, as float64 on the CPU, and how many passes were refused."""
-        self._settle(len(self._pending))
+        self.close_step()
         seen = self._seen.detach().cpu().double()
         return Moments(int(self._count), seen[0].clone(), seen[1].clone()), int(self._refused)
 
+    def _weight_version(self) -> int | None:
+        """A number that changes when the optimiser steps; None where nothing tells."""
+        weight = self.weight
+        known = weight is not None and weight.requires_grad and weight.is_leaf
+        return weight._version if known else None
+
+    def _remember(self, version: int | None, moments: Moments) -> None:
+        """Keep a pass as it came; long lists are added up, so that a pass costs next to nothing.
+
+        A pass begins a step if the weight has changed since the last one, or has no gradient yet:
+        not every optimiser can be seen to change it.
+        """
+        begins = version is None or self.weight.grad is None
+        if not self._pending:
+            begins = True
+            self._keep()  # what a compiled pass added before is no longer the last step
+        self._pending.append(_Pass(begins or version != self._pending[-1].version, version, moments))
+        if len(self._pending) >= _PENDING:
+            self._settle(self._last_step())
+        if len(self._pending) >= _PENDING:  # all one step: one entry for all of it
+            nothing = Moments(torch.zeros_like(self._count), *torch.zeros_like(self._seen))
+            step, refused = absorb(nothing, _stack([p.moments for p in self._pending], self._seen.device))
+            self._refused.add_(refused)
+            rows = Moments(int(step.count), step.mean.unsqueeze(0), step.var.unsqueeze(0))
+            self._pending[:] = [_Pass(True, version, rows)]
+
     def _last_step(self) -> int:
         """Where in the pending passes the last step begins."""
-        first = len(self._pending) - 1
-        step = self._pending[first][0]
-        while step is not None and first > 0 and self._pending[first - 1][0] == step:
-            first -= 1
-        return first
+        return max(i for i, p in enumerate(self._pending) if p.begins)
 
     def _settle(self, passes: int) -> None:
         """Add the first pending passes to the accumulators, all in one go."""
         if passes:
-            self._add(_stack([moments for _, moments in self._pending[:passes]]))
+            self._add(_stack([p.moments for p in self._pending[:passes]], self._seen.device))
             self._keep()
             del self._pending[:passes]
 
     def _keep(self) -> None:
-        """From here on, a step that was not pending can be dropped."""
+        """What the accumulators hold now is what dropping a compiled step goes back to."""
         self._count_before.copy_(self._count)
         self._seen_before.copy_(self._seen)
 
@@ -124,7 +163,6 @@ class FederatedBatchNorm(_BatchNorm):
             if self._seen.is_meta or self.running_mean.is_meta:
                 self.start_round()
             else:
-                self._settle(len(self._pending))
                 for name in _TENSORS:
                     setattr(self, name, getattr(self, name).to(self.running_mean.device))
         return self
@@ -188,6 +226,8 @@ def settings_problem(layer: _BatchNorm) -> str | None:
     momentum, eps = layer.momentum, layer.eps
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return "track_running_stats is False, so there are no statistics to share; build it with True"
+    if layer.num_batches_tracked is None:
+        return "num_batches_tracked is None, so the server's counter has no place; build it anew"
     if momentum is not None and not 0 < momentum <= 1:
         return f"momentum is {momentum}; it must be in (0, 1], or None for a plain average"
     if not (eps > 0 and math.isfinite(eps)):
@@ -204,28 +244,28 @@ def _restore_subclass(plain):
     return federated_class(plain).__new__(federated_class(plain))
 
 
-def _version(weight: Tensor | None) -> int | None:
-    """A number that changes when the optimiser steps; None where nothing tells."""
-    return weight._version if weight is not None and weight.requires_grad else None
+class _Pass(NamedTuple):
+    """One forward pass, waiting to be added up: whether it begins a step, and what it saw."""
+
+    begins: bool
+    version: int | None
+    moments: Moments
 
 
-def _stack(passes: list[Moments]) -> Moments:
-    mean, var = torch.cat([m.mean for m in passes]), torch.cat([m.var for m in passes])
-    return Moments(torch.tensor([m.count for m in passes for _ in m.mean], device=mean.device), mean, var)
-
-
-def _remember(layer: FederatedBatchNorm, step: int | None, *moments: Any) -> None:
-    layer._pending.append((step, Moments(*moments)))
-    if len(layer._pending) >= _PENDING:
-        layer._settle(layer._last_step())
+def _stack(passes: list[Moments], device: torch.device) -> Moments:
+    return Moments(
+        torch.tensor([p.count for p in passes for _ in p.mean], device=device),
+        torch.cat([p.mean.to(device) for p in passes]),
+        torch.cat([p.var.to(device) for p in passes]),
+    )
 
 
 class _Remember(torch.autograd.Function):
-    """`_remember` below all function transforms; rows that vmap maps over are all kept."""
+    """Keep a pass below all function transforms; rows that vmap maps over are all kept."""
 
     @staticmethod
-    def forward(layer, step, count, mean, var):
-        _remember(layer, step, count, mean, var)
+    def forward(layer, version, count, mean, var):
+        layer._remember(version, Moments(count, mean, var))
         return mean.new_empty(0)
 
     @staticmethod

@@ -1,10 +1,11 @@
 """What travels between a client and a server: updates one way, statistics the other, and sums.
 
-Statistics are a plain mapping {layer name: Running}. Their version is the largest `tracked` in
-them: the server's step counter, which is in every state_dict too, so a client that loads the
+Statistics are a plain mapping {layer name: Running}. Their version is the sum of the layers' step
+counters, which grows with every update and is in every state_dict too: a client that loads the
 model's weights alone still answers with the right round.
 """
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from .moments import Moments, Running
 
 FORMAT = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of moments that travel
 _ID_BITS = 48  # exact as a float64, so that it can travel with the moments of a process group
 
 
@@ -34,6 +36,8 @@ class Update(Mapping[str, Moments]):
         id: tells a message that arrives twice from two clients with equal data; None if not known.
         format: number of the message format.
     """
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # Mapping would compare tensors
 
     layers: Mapping[str, Moments]
     round: int | None = None
@@ -72,8 +76,8 @@ class Sums:
 
 
 def version(shared: Mapping[str, Running]) -> int:
-    """The version of shared statistics: the largest step counter in them."""
-    return max((running.tracked for running in shared.values()), default=0)
+    """The version of shared statistics: it grows whenever any layer of them is updated."""
+    return sum(running.tracked for running in shared.values())
 
 
 def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dict[str, Sums]:
@@ -94,10 +98,17 @@ def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dic
         tensor([6.], dtype=torch.float64)
     """
     _same_layers(update, shared)
+    if isinstance(update, Update) and update.round not in (None, version(shared)):
+        raise ValueError(f"the update is of round {update.round}, the statistics are of {version(shared)}")
     sums = {}
     for name, running in shared.items():
         count, mean, var = update[name]
         centre, scale = _standard(running)
+        if mean.shape != centre.shape or var.shape != centre.shape:
+            raise ValueError(
+                f"layer {name!r}: moments of shape {tuple(mean.shape)} and {tuple(var.shape)}, "
+                f"expected {tuple(centre.shape)}"
+            )
         shift = mean.double() - centre
         sums[name] = Sums(
             float(count), count * shift / scale, count * (var.double() + shift.square()) / scale.square()
@@ -126,7 +137,7 @@ def from_sums(total: Mapping[str, Sums], shared: Mapping[str, Running]) -> Updat
     layers = {}
     for name, running in shared.items():
         count, z, zz = float(total[name].count), total[name].z.double(), total[name].zz.double()
-        if not (count >= 0 and count == round(count)):
+        if not (math.isfinite(count) and count >= 0 and count == round(count)):
             raise ValueError(f"layer {name!r}: the total count is {count}, not a whole number of values")
         centre, scale = _standard(running)
         if z.shape != centre.shape or zz.shape != centre.shape:

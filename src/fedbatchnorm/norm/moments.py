@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# When the quick ways of `_quick` are trusted. Sums of squares lose 1 + mean^2/variance of their
-# relative precision; sums over rows lose at worst half an epsilon a row, squared in the variance.
-_PLANES_LIMIT = 4.0
-_ROWS_TOLERANCE = 1e-4
+# The quick ways of `_quick` add up in float32. Sums of squares lose 1 + mean^2/variance of their
+# relative precision, sums over rows at worst half an epsilon a row: short sums keep both small.
+_PLANES_LIMIT, _LARGEST_PLANE = 4.0, 16384
+_ROWS_TOLERANCE, _LONGEST_COLUMN = 1e-4, 4096
 _GROUPS, _FEW_ROWS = 32, 1024
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -66,9 +66,9 @@ def measure(x: Tensor, clients: int = 1) -> Moments:
     if clients < 1 or batch % clients:
         raise ValueError(f"a batch of {batch} does not split into {clients} equal clients")
     count = batch // clients * math.prod(x.shape[2:])
-    if count == 0:
+    if count == 0 or channels == 0:
         zeros = x.new_zeros((clients, channels), dtype=statistics_dtype(x))
-        return Moments(0, zeros, zeros.clone())
+        return Moments(count, zeros, zeros.clone())
     x = x.detach()
     if torch.compiler.is_compiling():
         return Moments(count, *_reduce(x, clients))
@@ -279,8 +279,15 @@ class _Measure(torch.autograd.Function):
 def _reduce(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per client and channel in one reduction, (clients, c) each."""
     x = x.to(statistics_dtype(x)).unflatten(0, (clients, -1))
-    var, mean = torch.var_mean(x, [1, *range(3, x.dim())], correction=0)
-    return mean, var
+    dims = [1, *range(3, x.dim())]
+    if x.device.type != "cpu":
+        var, mean = torch.var_mean(x, dims, correction=0)
+        return mean, var
+    # Compiled for a CPU, var_mean loses digits to a large mean; two passes about a first mean do not.
+    first = x.mean(dims, keepdim=True)
+    rest = x - first
+    shift = rest.mean(dims)
+    return first.view_as(shift) + shift, rest.square().mean(dims) - shift.square()
 
 
 def _reduce_eager(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,6 +319,8 @@ def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
     channels = x.shape[1]
     count = x.numel() // channels
     if x.is_contiguous() and count > len(x):
+        if count > len(x) * _LARGEST_PLANE:
+            return *_two_passes(x), math.inf
         # Sums and norms of each sample's channel run at the speed of memory; the rest is float64.
         planes = x.flatten(2)
         mean = planes.sum(-1).sum(0, dtype=torch.float64) / count
@@ -319,12 +328,16 @@ def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
         return mean.float(), torch.addcmul(square, mean, mean, value=-1).float(), _PLANES_LIMIT
     # Channels lie side by side: the kernel adds up row after row in float32. Taken as (k/32, 32 c)
     # the same memory has 32 times fewer rows to add up, and the groups are brought together after.
-    groups = math.gcd(count, _GROUPS) if count > _FEW_ROWS else 1
-    rows = x.permute(0, *range(2, x.dim()), 1).reshape(count // groups, groups * channels)
-    mean, var = _two_passes(rows)
+    rows = x.permute(0, *range(2, x.dim()), 1).reshape(count, channels)
+    groups = max(_GROUPS, count // _LONGEST_COLUMN) if count > _FEW_ROWS else 1
+    each, left = divmod(count, groups)
+    mean, var = _two_passes(rows[: count - left].view(each, groups * channels))
     if groups > 1:
         mean, between = _two_passes(mean.view(groups, channels))
         within, _ = _two_passes(var.view(groups, channels))
         var = within.add_(between)
-    error = count / groups * _EPSILON / 2  # of the mean, relative, at worst
-    return mean, var, _ROWS_TOLERANCE / error**2
+    if left:
+        tail = _two_passes(rows[count - left :])
+        mean, var = torch.stack([mean, tail[0]]), torch.stack([var, tail[1]])
+        _, mean, var = combine(Moments(torch.tensor([count - left, left]), mean, var))
+    return mean.float(), var.float(), _ROWS_TOLERANCE / (each * _EPSILON / 2) ** 2

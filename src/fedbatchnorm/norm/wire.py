@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from .exchange import check_running
-from .messages import FORMAT, Update
+from .messages import DTYPES, FORMAT, Update
 from .moments import Moments, Running
 
 _KEY = "fedbatchnorm"
-_HEADER = 1 << 24  # bytes of header that are read at all; thousands of layers need far less
+_HEADER = 1 << 20  # bytes of header that are read at all: thousands of layers
 
 
 class FormatError(ValueError):
@@ -52,7 +52,7 @@ def to_bytes(message: Update | Mapping[str, Running]) -> bytes:
             "format": FORMAT,
             "tracked": [message[name].tracked for name in names],
             "momentum": [message[name].momentum for name in names],
-            "eps": [message[name].eps for name in names],
+            "eps": [float(message[name].eps) for name in names],
         }
     return save(tensors, metadata={_KEY: json.dumps(header)})
 
@@ -71,7 +71,7 @@ def from_bytes(data: bytes) -> Update | dict[str, Running]:
         wanted = {f"{i}.{what}" for i in range(len(names)) for what in ("mean", "var")}
         _expect(set(tensors) == wanted, "tensor names")
         for tensor in tensors.values():
-            _expect(tensor.dim() == 1 and tensor.is_floating_point(), "a tensor's shape or type")
+            _expect(tensor.dim() == 1 and tensor.dtype in DTYPES, "a tensor's shape or type")
         if kind == "update":
             return _read_update(header, names, tensors)
         _expect(kind == "statistics", f"kind {kind!r}")
@@ -91,10 +91,10 @@ def _open(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     size = int.from_bytes(data[:8], "little")
     _expect(len(data) >= 8 and size <= min(len(data) - 8, _HEADER), "the header's length")
     try:
-        outer = json.loads(data[8 : 8 + size])
-        header = json.loads(outer["__metadata__"][_KEY])
+        tensors = load(data)
+        header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_KEY])
         _expect(isinstance(header, dict), "the header")
-        return header, load(data)
+        return header, tensors
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError, RuntimeError) as error:
         raise FormatError(f"not a fedbatchnorm message: {error}") from error
 
