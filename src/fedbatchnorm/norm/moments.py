@@ -104,7 +104,7 @@ def normalise(
         (2, 6.0, 4.0)
     """
     moments = measure(x, clients)  # before `y` is written: what it reads is still in the cache
-    mean, var = running.mean.detach(), running.var.detach()
+    mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
     if torch.compiler.is_compiling():
         # Written out, it fuses with its neighbours and maps over clients; the kernel does neither.
         scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
@@ -283,11 +283,12 @@ def _reduce(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     if x.device.type != "cpu":
         var, mean = torch.var_mean(x, dims, correction=0)
         return mean, var
-    # Compiled for a CPU, var_mean loses digits to a large mean; two passes about a first mean do not.
-    first = x.mean(dims, keepdim=True)
+    # Compiled for a CPU, var_mean loses digits to a large mean. One pass about the first sample's mean
+    # does not: that is never further off than sqrt(batch) standard deviations.
+    first = x[:, :1].mean(dims, keepdim=True)
     rest = x - first
     shift = rest.mean(dims)
-    return first.view_as(shift) + shift, rest.square().mean(dims) - shift.square()
+    return first.view_as(shift) + shift, (rest.square().mean(dims) - shift.square()).clamp(min=0)
 
 
 def _reduce_eager(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,9 +301,9 @@ def _reduce_eager(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64 or x.device.type != "cpu":
         return _two_passes(x)
     mean, var, limit = _quick(x)
-    excess = torch.sub(mean.square(), var, alpha=limit)
-    if excess.max().item() > 0:
-        doubtful = excess > 0
+    margin = torch.addcmul(var, mean, mean, value=-1 / limit)
+    if margin.min().item() < 0:
+        doubtful = margin < 0
         # A channel's values side by side: there the kernel adds up in float64.
         rest = x[:, doubtful].movedim(1, 0).flatten(1).unsqueeze(0).contiguous()
         mean[doubtful], var[doubtful] = _two_passes(rest)
@@ -328,16 +329,17 @@ def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
         return mean.float(), torch.addcmul(square, mean, mean, value=-1).float(), _PLANES_LIMIT
     # Channels lie side by side: the kernel adds up row after row in float32. Taken as (k/32, 32 c)
     # the same memory has 32 times fewer rows to add up, and the groups are brought together after.
-    rows = x.permute(0, *range(2, x.dim()), 1).reshape(count, channels)
     groups = max(_GROUPS, count // _LONGEST_COLUMN) if count > _FEW_ROWS else 1
     each, left = divmod(count, groups)
-    mean, var = _two_passes(rows[: count - left].view(each, groups * channels))
+    rows, tail = x.permute(0, *range(2, x.dim()), 1), None
+    if left:
+        rows, tail = rows.reshape(count, channels).split([count - left, left])
+    mean, var = _two_passes(rows.reshape(each, groups * channels))
     if groups > 1:
         mean, between = _two_passes(mean.view(groups, channels))
         within, _ = _two_passes(var.view(groups, channels))
         var = within.add_(between)
-    if left:
-        tail = _two_passes(rows[count - left :])
-        mean, var = torch.stack([mean, tail[0]]), torch.stack([var, tail[1]])
-        _, mean, var = combine(Moments(torch.tensor([count - left, left]), mean, var))
+    if tail is not None:
+        parts = zip((mean, var), _two_passes(tail), strict=True)
+        _, mean, var = combine(Moments(torch.tensor([count - left, left]), *map(torch.stack, parts)))
     return mean.float(), var.float(), _ROWS_TOLERANCE / (each * _EPSILON / 2) ** 2
