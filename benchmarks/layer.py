@@ -87,6 +87,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     rows = []
@@ -111,7 +112,12 @@ def main():
                 flush=True,
             )
     if args.json:
-        result = {"commit": commit(), "machine": machine(args.device), "rounds": args.rounds, "rows": rows}
+        result = {
+            "commit": args.commit or commit(),
+            "machine": machine(args.device),
+            "rounds": args.rounds,
+            "rows": rows,
+        }
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

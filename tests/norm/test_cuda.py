@@ -110,6 +110,32 @@ def test_compiled(mode):
         fbn.load_statistics(compiled, shared)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_compiled_precision(layout, offset):
+    layer = fbn.FederatedBatchNorm2d(16).cuda()
+    x = (torch.randn(500, 16, 24, 24, device="cuda") + offset).contiguous(memory_format=layout)
+    torch.compile(layer)(x)
+    seen = fbn.collect(layer)[""]
+    torch.testing.assert_close(seen.mean, x.double().mean((0, 2, 3)).cpu(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(seen.var, x.double().var((0, 2, 3), correction=0).cpu(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_discard_step_drops_one_step(fused):
+    model = net().cuda()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    for step in range(10):
+        for _ in range(2):
+            model(images(seed=step).cuda()).square().mean().backward()
+        if step == 9:
+            fbn.discard_step(model)
+        else:
+            optimiser.step()
+        optimiser.zero_grad()
+    assert fbn.collect(model)["2"].count == 9 * 2 * 6 * 36
+
+
 def test_per_sample_gradients():
     model = net().cuda()
     parameters = {k: v.detach() for k, v in model.named_parameters()}

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from .convert import federated_layers
 from .messages import Update, new_id
-from .moments import Moments, Running, combine, statistics_dtype
+from .moments import Moments, Running, combine
+from .reduce import statistics_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

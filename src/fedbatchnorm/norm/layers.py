@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .moments import Moments, Running, absorb, accumulator_dtype, in_transform, normalise
+from .moments import Moments, Running, absorb, accumulator_dtype, normalise
+from .reduce import in_transform
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
 _TENSORS = _STATE[:-1]

@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The quick ways of `_quick` add up in float32. Sums of squares lose 1 + mean^2/variance of their
-# relative precision, sums over rows at worst half an epsilon a row: short sums keep both small.
-_PLANES_LIMIT, _LARGEST_PLANE = 4.0, 16384
-_ROWS_TOLERANCE, _LONGEST_COLUMN = 1e-4, 4096
-_GROUPS, _FEW_ROWS = 32, 1024
-_EPSILON = torch.finfo(torch.float32).eps
+from .reduce import mean_and_variance, statistics_dtype
 
 
 class Moments(NamedTuple):
@@ -69,11 +64,7 @@ def measure(x: Tensor, clients: int = 1) -> Moments:
     if count == 0 or channels == 0:
         zeros = x.new_zeros((clients, channels), dtype=statistics_dtype(x))
         return Moments(count, zeros, zeros.clone())
-    x = x.detach()
-    if torch.compiler.is_compiling():
-        return Moments(count, *_reduce(x, clients))
-    reduce = _Measure.apply if in_transform() else _Measure.forward
-    return Moments(count, *reduce(x, clients))
+    return Moments(count, *mean_and_variance(x.detach(), clients))
 
 
 def normalise(
@@ -219,16 +210,6 @@ def tracked_steps(steps: float) -> int:
     return max(1, round(steps))
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """The type statistics of `x` are measured in: float32 or better."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) is at work; asked to spare its cost."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def accumulator_dtype(x: Tensor) -> torch.dtype:
     """float64, except where the device has none."""
     return torch.float32 if x.device.type == "mps" else torch.float64
@@ -242,104 +223,3 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
 def _ordered_sum(terms: Tensor) -> Tensor:
     """Sum over clients, independent of their order; two terms commute without sorting."""
     return terms.sum(0) if terms.shape[0] <= 2 else terms.sort(0).values.sum(0)
-
-
-class _Measure(torch.autograd.Function):
-    """`_reduce` or the faster eager kernel; under vmap the mapped axis becomes a client axis."""
-
-    @staticmethod
-    def forward(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
-        if clients == 1 and x.device.type in ("cpu", "cuda"):
-            mean, var = _reduce_eager(x)
-            return mean.unsqueeze(0), var.unsqueeze(0)
-        if x.device.type == "cpu":
-            means, variances = zip(*map(_reduce_eager, x.chunk(clients)), strict=True)
-            return torch.stack(means), torch.stack(variances)
-        return _reduce(x, clients)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, None
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        return None, None
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        x, clients = args[0].movedim(in_dims[0], 0), args[1]
-        folded = _Measure.apply(x.flatten(0, 1), info.batch_size * clients)
-        return tuple(t.unflatten(0, (info.batch_size, clients)) for t in folded), (0, 0)
-
-
-def _reduce(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per client and channel in one reduction, (clients, c) each."""
-    x = x.to(statistics_dtype(x)).unflatten(0, (clients, -1))
-    dims = [1, *range(3, x.dim())]
-    if x.device.type != "cpu":
-        var, mean = torch.var_mean(x, dims, correction=0)
-        return mean, var
-    # Compiled for a CPU, var_mean loses digits to a large mean. One pass about the first sample's mean
-    # does not: that is never further off than sqrt(batch) standard deviations.
-    first = x[:, :1].mean(dims, keepdim=True)
-    rest = x - first
-    shift = rest.mean(dims)
-    return first.view_as(shift) + shift, (rest.square().mean(dims) - shift.square()).clamp(min=0)
-
-
-def _reduce_eager(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One client's mean and biased variance, (c,), in the fastest way that is exact enough.
-
-    A quick way comes first; it is trusted in a channel while mean^2 / variance is so small that its
-    rounding cannot show. The other channels are measured again in two passes, added up in float64.
-    """
-    x = x.to(statistics_dtype(x))
-    if x.dtype == torch.float64 or x.device.type != "cpu":
-        return _two_passes(x)
-    mean, var, limit = _quick(x)
-    margin = torch.addcmul(var, mean, mean, value=-1 / limit)
-    if margin.min().item() < 0:
-        doubtful = margin < 0
-        # A channel's values side by side: there the kernel adds up in float64.
-        rest = x[:, doubtful].movedim(1, 0).flatten(1).unsqueeze(0).contiguous()
-        mean[doubtful], var[doubtful] = _two_passes(rest)
-    return mean, var
-
-
-def _two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel behind torch's own BatchNorm: mean, then variance about it."""
-    return torch.ops.aten.batch_norm_update_stats.default(x, None, None, 0.0)
-
-
-def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Mean, variance, and the mean^2 / variance up to which they are good, for float32 on a CPU."""
-    channels = x.shape[1]
-    count = x.numel() // channels
-    if x.is_contiguous() and count > len(x):
-        if count > len(x) * _LARGEST_PLANE:
-            return *_two_passes(x), math.inf
-        # Sums and norms of each sample's channel run at the speed of memory; the rest is float64.
-        planes = x.flatten(2)
-        mean = planes.sum(-1).sum(0, dtype=torch.float64) / count
-        square = torch.linalg.vector_norm(planes, dim=-1).square().sum(0, dtype=torch.float64) / count
-        return mean.float(), torch.addcmul(square, mean, mean, value=-1).float(), _PLANES_LIMIT
-    # Channels lie side by side: the kernel adds up row after row in float32. Taken as (k/32, 32 c)
-    # the same memory has 32 times fewer rows to add up, and the groups are brought together after.
-    groups = max(_GROUPS, count // _LONGEST_COLUMN) if count > _FEW_ROWS else 1
-    each, left = divmod(count, groups)
-    rows, tail = x.permute(0, *range(2, x.dim()), 1), None
-    if left:
-        rows, tail = rows.reshape(count, channels).split([count - left, left])
-    mean, var = _two_passes(rows.reshape(each, groups * channels))
-    if groups > 1:
-        mean, between = _two_passes(mean.view(groups, channels))
-        within, _ = _two_passes(var.view(groups, channels))
-        var = within.add_(between)
-    if tail is not None:
-        parts = zip((mean, var), _two_passes(tail), strict=True)
-        _, mean, var = combine(Moments(torch.tensor([count - left, left]), *map(torch.stack, parts)))
-    return mean.float(), var.float(), _ROWS_TOLERANCE / (each * _EPSILON / 2) ** 2
