@@ -15,7 +15,7 @@ Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit.
 FBN's training forward and backward over that of torch's BatchNorm in training mode, in one run: below 1
 FBN is faster. Each figure is a ratio of medians over rounds in which all contenders took turns.
 `python benchmarks/layer.py` measures it on your machine. On a GPU a single eager layer takes the same time
-for a tenth of the data: what is compared there is the host launching kernels, of which FBN has more.
+for five times the data: what is compared there is the host launching kernels, of which FBN has more.
 """
 
 
