@@ -131,10 +131,11 @@ def check_running(name: str, running: Running, channels: int | None = None) -> N
         raise ValueError(f"layer {name!r}: expected Running statistics, got {type(running).__name__}")
     for what in ("mean", "var"):
         value = getattr(running, what)
+        expected = channels if channels is not None or what == "mean" else len(running.mean)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 1:
             raise ValueError(f"layer {name!r}: {what} must be a floating-point tensor of shape (channels,)")
-        if len(value) != (len(running.mean) if channels is None else channels):
-            raise ValueError(f"layer {name!r}: {what} has {len(value)} channels, expected {channels}")
+        if expected is not None and len(value) != expected:
+            raise ValueError(f"layer {name!r}: {what} has {len(value)} channels, expected {expected}")
         if not bool(value.isfinite().all()):
             raise ValueError(f"layer {name!r}: {what} is not finite")
     if bool((running.var < 0).any()):
