@@ -91,3 +91,21 @@ def test_sums_hide_neither_a_stale_round_nor_a_wrong_shape():
 def test_sums_only_add_to_sums():
     with pytest.raises(TypeError):
         1 + Sums(1, torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e3])
+@pytest.mark.parametrize("seed", range(3))
+def test_over_many_rounds_a_server_of_sums_stays_with_an_exact_one(seed, offset):
+    """Each has statistics of its own, as two federations would; nothing is compared in between."""
+    exact = {"bn": Running(torch.zeros(3).double(), torch.ones(3).double())}
+    summed = dict(exact)
+    for round_ in range(60):
+        updates = clients(1000 * seed + round_, 32, offset)
+        exact = merge(exact, updates).statistics
+        total = {"bn": sum(to_sums(update, summed)["bn"] for update in updates)}
+        summed = merge(summed, [from_sums(total, summed)]).statistics
+    sd = exact["bn"].var.sqrt()
+    assert (
+        (summed["bn"].mean - exact["bn"].mean).abs() / torch.maximum(exact["bn"].mean.abs(), sd)
+    ).max() < 1e-9
+    assert (summed["bn"].var / exact["bn"].var - 1).abs().max() < 1e-9
