@@ -90,6 +90,8 @@ def main():
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
     rows = []
     print(
         f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"

@@ -143,10 +143,6 @@ def patched():
     return layer
 
 
-class Lazy(nn.LazyBatchNorm2d):
-    pass
-
-
 REFUSED = [
     (lambda: nn.BatchNorm2d(3, track_running_stats=False), "track_running_stats"),
     (nn.LazyBatchNorm2d, "run the model once"),

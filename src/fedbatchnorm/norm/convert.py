@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.swa_utils import AveragedModel
 
-from .layers import _STATE, FederatedBatchNorm, federated_class, settings_problem
+from .layers import _STATE, FederatedBatchNorm, federated_class, layer_problem
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 _WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -117,7 +117,7 @@ def _problem(layer: nn.Module) -> str | None:
             f"{type(layer).__name__} has its own forward, which would be lost; "
             "use torch's BatchNorm and put what it does into a module around it"
         )
-    return settings_problem(layer)
+    return layer_problem(layer)
 
 
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .convert import federated_layers
-from .messages import Update, new_id
-from .moments import Moments, Running, combine
+from .messages import Update, new_id, same_layers
+from .moments import Moments, Running, combine, settings_problem
 from .reduce import statistics_dtype
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
         shared: what `statistics` or `merge` returned, for the same layers.
     """
     layers = federated_layers(model)
-    if set(layers) != set(shared):
-        missing, extra = sorted(set(layers) - set(shared)), sorted(set(shared) - set(layers))
-        raise ValueError(f"statistics do not fit the model: missing {missing}, unexpected {extra}")
+    same_layers(shared, layers)
     for name, layer in layers.items():
         check_running(name, shared[name], layer.num_features)
         dtype = _buffers(layer)[0].dtype
@@ -142,10 +140,9 @@ def check_running(name: str, running: Running, channels: int | None = None) -> N
         raise ValueError(f"layer {name!r}: var is negative")
     if not isinstance(running.tracked, int) or not 0 <= running.tracked < 2**63:
         raise ValueError(f"layer {name!r}: tracked is {running.tracked!r}, not a count")
-    if running.momentum is not None and not 0 < running.momentum <= 1:
-        raise ValueError(f"layer {name!r}: momentum is {running.momentum}; it must be in (0, 1] or None")
-    if not 0 < running.eps < float("inf"):
-        raise ValueError(f"layer {name!r}: eps is {running.eps}; it must be a positive number")
+    problem = settings_problem(running.momentum, running.eps)
+    if problem:
+        raise ValueError(f"layer {name!r}: {problem}")
 
 
 def _buffers(layer) -> tuple[Tensor, Tensor, Tensor]:

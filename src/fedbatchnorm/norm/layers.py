@@ -6,14 +6,13 @@ model is cast, and are never broadcast by DistributedDataParallel.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .moments import Moments, Running, absorb, accumulator_dtype, normalise
+from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
@@ -34,7 +33,7 @@ class FederatedBatchNorm(_BatchNorm):
     def __init__(self, *args, **kwargs):
         # The arguments are those of torch's class, which differ between versions of torch.
         super().__init__(*args, **kwargs)
-        problem = settings_problem(self)
+        problem = layer_problem(self)
         if problem:
             raise ValueError(problem)
 
@@ -222,18 +221,13 @@ def federated_class(plain: type[_BatchNorm]) -> type[FederatedBatchNorm]:
     return type(f"Federated{plain.__name__}", (FederatedBatchNorm, plain), members)
 
 
-def settings_problem(layer: _BatchNorm) -> str | None:
+def layer_problem(layer: _BatchNorm) -> str | None:
     """Why a layer's settings cannot be federated, or None."""
-    momentum, eps = layer.momentum, layer.eps
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return "track_running_stats is False, so there are no statistics to share; build it with True"
     if layer.num_batches_tracked is None:
         return "num_batches_tracked is None, so the server's counter has no place; build it anew"
-    if momentum is not None and not 0 < momentum <= 1:
-        return f"momentum is {momentum}; it must be in (0, 1], or None for a plain average"
-    if not (eps > 0 and math.isfinite(eps)):
-        return f"eps is {eps}; it must be a positive number"
-    return None
+    return settings_problem(layer.momentum, layer.eps)
 
 
 def _reduce_subclass(self, protocol):

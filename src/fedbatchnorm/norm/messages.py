@@ -80,6 +80,13 @@ def version(shared: Mapping[str, Running]) -> int:
     return sum(running.tracked for running in shared.values())
 
 
+def same_layers(message: Mapping, expected: Mapping) -> None:
+    """Raise a ValueError that names the layers in which two mappings by layer name differ."""
+    missing, extra = sorted(set(expected) - set(message)), sorted(set(message) - set(expected))
+    if missing or extra:
+        raise ValueError(f"the layers do not match: missing {missing}, unexpected {extra}")
+
+
 def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dict[str, Sums]:
     """Write an update as additive sums, for a server that may see only the total.
 
@@ -97,18 +104,14 @@ def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dic
         >>> to_sums({"bn": Moments(2, torch.tensor([6.0]), torch.tensor([4.0]))}, shared)["bn"].z
         tensor([6.], dtype=torch.float64)
     """
-    _same_layers(update, shared)
+    same_layers(update, shared)
     if isinstance(update, Update) and update.round not in (None, version(shared)):
         raise ValueError(f"the update is of round {update.round}, the statistics are of {version(shared)}")
     sums = {}
     for name, running in shared.items():
         count, mean, var = update[name]
         centre, scale = _standard(running)
-        if mean.shape != centre.shape or var.shape != centre.shape:
-            raise ValueError(
-                f"layer {name!r}: moments of shape {tuple(mean.shape)} and {tuple(var.shape)}, "
-                f"expected {tuple(centre.shape)}"
-            )
+        _same_shape(f"layer {name!r}: moments", centre, mean, var)
         shift = mean.double() - centre
         sums[name] = Sums(
             float(count), count * shift / scale, count * (var.double() + shift.square()) / scale.square()
@@ -133,18 +136,14 @@ def from_sums(total: Mapping[str, Sums], shared: Mapping[str, Running]) -> Updat
         >>> seen.count, seen.mean.item(), seen.var.item()
         (2, 4.0, 4.0)
     """
-    _same_layers(total, shared)
+    same_layers(total, shared)
     layers = {}
     for name, running in shared.items():
         count, z, zz = float(total[name].count), total[name].z.double(), total[name].zz.double()
         if not (math.isfinite(count) and count >= 0 and count == round(count)):
             raise ValueError(f"layer {name!r}: the total count is {count}, not a whole number of values")
         centre, scale = _standard(running)
-        if z.shape != centre.shape or zz.shape != centre.shape:
-            raise ValueError(
-                f"layer {name!r}: sums of shape {tuple(z.shape)} and {tuple(zz.shape)}, "
-                f"expected {tuple(centre.shape)}"
-            )
+        _same_shape(f"layer {name!r}: sums", centre, z, zz)
         mean, square = z / max(count, 1), zz / max(count, 1)
         var = square - mean.square()
         var = torch.where((var < 0) & (var > -1e-9 * square), 0, var)
@@ -158,7 +157,7 @@ def _standard(running: Running) -> tuple[Tensor, Tensor]:
     return mean, (var + running.eps).sqrt()
 
 
-def _same_layers(message: Mapping, shared: Mapping[str, Running]) -> None:
-    missing, extra = sorted(set(shared) - set(message)), sorted(set(message) - set(shared))
-    if missing or extra:
-        raise ValueError(f"layers do not match the statistics: missing {missing}, unexpected {extra}")
+def _same_shape(what: str, like: Tensor, one: Tensor, other: Tensor) -> None:
+    if one.shape != like.shape or other.shape != like.shape:
+        shapes = f"{tuple(one.shape)} and {tuple(other.shape)}"
+        raise ValueError(f"{what} of shape {shapes}, expected {tuple(like.shape)}")

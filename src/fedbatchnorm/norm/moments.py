@@ -205,6 +205,15 @@ def update_running(
     )
 
 
+def settings_problem(momentum: float | None, eps: float) -> str | None:
+    """Why a momentum and an eps cannot be worked with, or None."""
+    if momentum is not None and not 0 < momentum <= 1:
+        return f"momentum is {momentum}; it must be in (0, 1], or None for a plain average"
+    if not 0 < eps < math.inf:
+        return f"eps is {eps}; it must be a positive number"
+    return None
+
+
 def tracked_steps(steps: float) -> int:
     """How far the integer counter moves in a round: whole steps, at least one."""
     return max(1, round(steps))

@@ -112,8 +112,8 @@ def _read_update(header: dict, names: list[str], tensors: dict[str, Tensor]) -> 
 
 def _read_statistics(header: dict, names: list[str], tensors: dict[str, Tensor]) -> dict[str, Running]:
     tracked, momentum, eps = header["tracked"], header["momentum"], header["eps"]
-    _expect(all(_is_list(x, object) and len(x) == len(names) for x in (tracked, momentum, eps)), "settings")
-    _expect(_is_list(tracked, int) and _is_list(eps, float), "settings")
+    _expect(_is_list(tracked, int) and _is_list(eps, float) and isinstance(momentum, list), "settings")
+    _expect(len(tracked) == len(momentum) == len(eps) == len(names), "settings")
     _expect(all(m is None or _is(m, float) or _is(m, int) for m in momentum), "momentum")
     shared = {
         name: Running(tensors[f"{i}.mean"], tensors[f"{i}.var"], tracked[i], momentum[i], eps[i])
