@@ -1,5 +1,7 @@
 """Shared by all tests: a skipped test fails where `--no-skips` is given, unless it needs a GPU."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,6 +10,9 @@ collect_ignore = ["norm/client_with_two_devices.py"]  # a script, started by tes
 
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("default")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
 
 
 def pytest_addoption(parser):

@@ -35,10 +35,15 @@ def test_importing_needs_torch_and_numpy_alone():
 import sys, importlib.abc
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition('.')[0] in {'safetensors', 'matplotlib', 'scipy', 'sklearn', 'tyro', 'flwr'}:
+        if name.partition('.')[0] in {
+            'safetensors', 'matplotlib', 'scipy', 'sklearn', 'pooch', 'tqdm', 'tyro', 'jinja2', 'flwr'}:
             raise ImportError(f'{name} is not part of the core')
 sys.meta_path.insert(0, Refuse())
 import fedbatchnorm
+from fedbatchnorm.data import datasets, partition
+from fedbatchnorm.simulation import models, simulator
+simulator.Simulation(models.build('mlp', (2,), 10, 0), datasets.load('gaussian_ring'),
+                     [[0, 1, 2], [3, 4]], simulator.Recipe(clients=2, batch=2)).round()
 """
     run(code)
 

@@ -194,10 +194,11 @@ def update_running(
     """
     count = int(seen.count)
     beta = round_momentum(running.momentum if momentum is None else momentum, running.tracked, steps)
-    mean, var = running.mean.double(), running.var.double()
-    mean = (1 - beta) * mean + beta * seen.mean.double()
+    exact = accumulator_dtype(running.mean)
+    mean, var = running.mean.to(exact), running.var.to(exact)
+    mean = (1 - beta) * mean + beta * seen.mean.to(exact)
     if count > 1:
-        var = (1 - beta) * var + beta * (count / (count - 1)) * seen.var.double()
+        var = (1 - beta) * var + beta * (count / (count - 1)) * seen.var.to(exact)
     return running._replace(
         mean=mean.to(running.mean.dtype),
         var=var.to(running.var.dtype),

@@ -1,0 +1,130 @@
+"""The datasets, as tensors: the paper's Gaussian ring, scikit-learn's digits, and CIFAR-10.
+
+One table, `DATASETS`; a new dataset is one function and one row.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cifar10
+
+RING_CLASSES, RING_RADIUS = 10, 10.0
+
+
+class Split(NamedTuple):
+    """Samples (N, ...) as they are stored, and labels (N,) in int64."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Dataset(NamedTuple):
+    """Training and test samples, and the mean and deviation of each channel of the training set."""
+
+    train: Split
+    test: Split
+    mean: Tensor
+    std: Tensor
+    classes: tuple[str, ...]
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What a model is fed for stored samples `x`: (x - mean) / std, by channel."""
+        return (x - self.mean) / self.std
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> "Dataset":
+        """Everything on `device`; bytes stay bytes, the rest becomes `dtype`."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, dtype if x.is_floating_point() else None)
+
+        train, test = (Split(move(s.x), s.y.to(device)) for s in (self.train, self.test))
+        return Dataset(train, test, move(self.mean), move(self.std), self.classes)
+
+
+def load(name: str, data_dir: Path | None = None, progress: bool = False) -> Dataset:
+    """The dataset of this name; `data_dir` is where its files are, or go (only CIFAR-10 has any)."""
+    if name not in DATASETS:
+        raise ValueError(f"dataset {name!r} is not known; choose from {', '.join(DATASETS)}")
+    return DATASETS[name](data_dir, progress)
+
+
+def ring_points(clients: int, points: int, gamma: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One batch for each client from the paper's ring of ten Gaussians (section 3).
+
+    Class i ~ N(10 (cos 2 pi i/10, sin 2 pi i/10), I). A point is of a uniformly drawn class with
+    probability gamma, and of its client's own class otherwise.
+
+    Returns:
+        Points (clients, points, 2) in float32, and their classes (clients, points).
+
+    Example:
+        >>> x, y = ring_points(10, 30, 0.0, torch.Generator().manual_seed(0))
+        >>> tuple(x.shape), y[3].unique().tolist()
+        ((10, 30, 2), [3])
+    """
+    own = (torch.arange(clients) % RING_CLASSES).unsqueeze(1).expand(clients, points)
+    drawn = torch.randint(RING_CLASSES, (clients, points), generator=generator)
+    shared = torch.rand((clients, points), generator=generator) < gamma
+    y = torch.where(shared, drawn, own)
+    angle = y * (2 * math.pi / RING_CLASSES)
+    centre = RING_RADIUS * torch.stack([angle.cos(), angle.sin()], dim=-1)
+    return centre + torch.randn((clients, points, 2), generator=generator), y
+
+
+def _ring(data_dir: Path | None, progress: bool) -> Dataset:
+    """The ring as a dataset to learn: 600 training points and 100 test points of each class."""
+    generator = torch.Generator().manual_seed(0)
+    train, test = (
+        Split(x.flatten(0, 1), y.flatten())
+        for x, y in (ring_points(RING_CLASSES, points, 0.0, generator) for points in (600, 100))
+    )
+    names = tuple(f"class {i}" for i in range(RING_CLASSES))
+    return Dataset(train, test, train.x.mean(0), train.x.std(0, correction=0), names)
+
+
+def _digits(data_dir: Path | None, progress: bool) -> Dataset:
+    """scikit-learn's 1,797 images of handwritten digits, 8 x 8; of each class every fifth is for testing."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ImportError(
+            "the digits come with scikit-learn: pip install 'fedbatchnorm[experiments]'"
+        ) from None
+    images, labels = (np.asarray(a) for a in load_digits(return_X_y=True))
+    x = torch.from_numpy(images.astype(np.uint8)).view(-1, 1, 8, 8)
+    y = torch.from_numpy(labels.astype(np.int64))
+    held_out = torch.zeros(len(y), dtype=torch.bool)
+    for label in range(10):
+        held_out[(y == label).nonzero().flatten()[::5]] = True
+    train, test = Split(x[~held_out], y[~held_out]), Split(x[held_out], y[held_out])
+    return Dataset(train, test, *_channel_moments(train.x), tuple(str(i) for i in range(10)))
+
+
+def _cifar10(data_dir: Path | None, progress: bool) -> Dataset:
+    """CIFAR-10: 50,000 training and 10,000 test images, 3 x 32 x 32, as bytes."""
+    arrays = cifar10.read(data_dir, progress)
+    train, test = (Split(*(torch.from_numpy(a) for a in pair)) for pair in arrays)
+    return Dataset(train, test, *_channel_moments(train.x), cifar10.CLASSES)
+
+
+def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of byte images (N, c, h, w), exact, as (c, 1, 1)."""
+    values = torch.arange(256, dtype=torch.float64)
+    share = torch.stack([torch.bincount(plane.flatten(), minlength=256) for plane in x.unbind(1)]).double()
+    share /= share.sum(1, keepdim=True)
+    mean = share @ values
+    variance = share @ values.square() - mean.square()
+    return tuple(t.float().view(-1, 1, 1) for t in (mean, variance.sqrt()))  # pyrefly: ignore
+
+
+DATASETS: dict[str, Callable[[Path | None, bool], Dataset]] = {
+    "gaussian_ring": _ring,
+    "digits": _digits,
+    "cifar10": _cifar10,
+}

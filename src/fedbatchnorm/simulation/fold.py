@@ -1,0 +1,91 @@
+"""BatchNorm layers for a pass that holds the batches of several clients, one after another.
+
+In distributed SGD all clients of a round share the same parameters, so the client axis exists inside the
+normalisation layers only. Folded into the batch, one forward and one backward compute the round for all.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..norm.layers import layer_problem
+from ..norm.moments import Moments, Running
+from .schemes import Phase
+
+
+class FoldedNorm(_BatchNorm):
+    """What every BatchNorm of a simulated model becomes; its state is BatchNorm's own.
+
+    In training it normalises as the round's phase says and remembers what each client measured. In
+    evaluation it is BatchNorm.
+    """
+
+    phase: Phase
+    clients: int
+    seen: list[Moments | None]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; in training, each client's part of the batch as the phase says."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        clients = 1 if self.phase.union else self.clients
+        y, moments = self.phase.normalise(
+            input, self.running(), clients=clients, weight=self.weight, bias=self.bias
+        )
+        self.seen.append(moments)
+        return y
+
+    def running(self, tracked: int = 0) -> Running:
+        """The shared statistics; only an update needs to know the steps `tracked`."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        return Running(self.running_mean, self.running_var, tracked, self.momentum, self.eps)
+
+    def start(self, phase: Phase) -> None:
+        """Begin a round."""
+        self.phase, self.seen = phase, []
+
+    def finish(self, name: str, tracked: int, passes: int) -> None:
+        """End a round of `passes` passes: share what was measured."""
+        seen = [moments for moments in self.seen if moments is not None]
+        if len(self.seen) > passes:
+            raise ValueError(
+                f"layer {name!r} ran {len(self.seen) // passes} times in one pass; "
+                "the simulator needs a BatchNorm of its own for each place"
+            )
+        self.seen = []
+        if self.phase.share is None or not seen:
+            return
+        rows = Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
+        with torch.no_grad():
+            after = self.phase.share(self.running(tracked), rows)
+            self.running_mean.copy_(after.mean)  # pyrefly: ignore
+            self.running_var.copy_(after.var)  # pyrefly: ignore
+            self.num_batches_tracked.add_(1)  # pyrefly: ignore
+
+
+def fold(model: nn.Module, beta: float) -> dict[str, FoldedNorm]:
+    """Make every BatchNorm of `model` a FoldedNorm, in place; returns them by name.
+
+    Args:
+        model: whatever the user trains.
+        beta: the momentum of the running statistics.
+    """
+    layers: dict[str, FoldedNorm] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            layer.momentum = beta
+            problem = layer_problem(layer)
+            if problem:
+                raise ValueError(f"layer {name!r}: {problem}")
+            layer.__class__ = _folded_class(type(layer))  # pyrefly: ignore
+            layers[name] = layer  # pyrefly: ignore
+    return layers
+
+
+@functools.cache
+def _folded_class(plain: type[_BatchNorm]) -> type[FoldedNorm]:
+    return type(f"Folded{plain.__name__}", (FoldedNorm, plain), {"__module__": plain.__module__})

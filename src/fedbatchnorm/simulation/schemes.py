@@ -1,0 +1,125 @@
+"""The ways to use BatchNorm in a federation, as rows of one table.
+
+A scheme is a choice of what a client normalises with in training, and of what is shared after a round.
+Everything else (the simulator, the experiments, the figures, the tests) runs over the table `SCHEMES`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..norm.moments import Moments, Running, accumulator_dtype, combine, normalise, update_running
+
+Normalise = Callable[..., tuple[Tensor, Moments | None]]
+Share = Callable[[Running, Moments], Running]
+
+
+class Phase(NamedTuple):
+    """What happens in each round of a stretch of training.
+
+    normalise: (x, running, clients=, weight=, bias=) -> (y, Moments (clients, c), or None).
+    share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
+    union: the clients' batches count as one batch.
+    """
+
+    normalise: Normalise
+    share: Share | None
+    union: bool = False
+
+
+class Scheme(NamedTuple):
+    """A row of the table: a title, a line of explanation, and a phase before and after the switch step."""
+
+    title: str
+    summary: str
+    before: Phase
+    after: Phase
+
+    def phase(self, step: int, switch: int) -> Phase:
+        """The phase that a round belongs to; most schemes have only one."""
+        return self.before if step < switch else self.after
+
+
+def with_own_batch(
+    x: Tensor,
+    running: Running,
+    *,
+    clients: int = 1,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Moments]:
+    """Normalise each client's batch by its own mean and variance, as BatchNorm does (Algorithm 1).
+
+    The gradient flows through both. All clients at once are one BatchNorm with n c channels.
+
+    Args:
+        x: (clients * batch, c, ...), the clients' batches one after another.
+        running: only its eps and type are used.
+        clients: how many clients share `x`.
+        weight: (c,) or None.
+        bias: (c,) or None.
+
+    Returns:
+        The normalised input, and Moments of shape (clients, c).
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0], [50.0], [70.0]])
+        >>> y, seen = with_own_batch(x, Running(torch.zeros(1), torch.ones(1)), clients=2)
+        >>> y.flatten().round().tolist(), seen.var.flatten().tolist()
+        ([-1.0, 1.0, -1.0, 1.0], [1.0, 100.0])
+    """
+    channels = x.shape[1]
+    mean, unbiased = (running.mean.new_zeros(clients * channels) for _ in range(2))
+    if clients > 1:
+        x = x.unflatten(0, (clients, -1)).movedim(0, 1).flatten(1, 2)
+        weight, bias = (None if p is None else p.repeat(clients) for p in (weight, bias))
+    # A running update with momentum 1 leaves the batch's own mean and unbiased variance.
+    y = F.batch_norm(x, mean, unbiased, weight, bias, training=True, momentum=1.0, eps=running.eps)
+    count = x.numel() // x.shape[1]
+    if clients > 1:
+        y = y.unflatten(1, (clients, channels)).movedim(1, 0).flatten(0, 1)
+    var = unbiased * ((count - 1) / count)
+    return y, Moments(count, mean.view(clients, channels), var.view(clients, channels))
+
+
+def with_frozen(
+    x: Tensor,
+    running: Running,
+    *,
+    clients: int = 1,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Normalise with the running statistics as they are, and measure nothing."""
+    return F.batch_norm(x, running.mean, running.var, weight, bias, training=False, eps=running.eps), None
+
+
+def merge_exactly(running: Running, seen: Moments) -> Running:
+    """The total-variance merge: BatchNorm's update on the union of all batches (Algorithm 2)."""
+    rows = len(seen.mean)
+    counts = torch.ones(rows, dtype=torch.int64, device=seen.mean.device)  # all alike: only ratios matter
+    return update_running(running, combine(seen._replace(count=counts))._replace(count=rows * seen.count))
+
+
+def average(running: Running, seen: Moments) -> Running:
+    """Average the clients' running statistics: the variance between clients is lost.
+
+    mean_i((1 - beta) m + beta u_i) = (1 - beta) m + beta mean_i(u_i), and so for the variances.
+    """
+    mean, var = (t.to(accumulator_dtype(t)).mean(0) for t in (seen.mean, seen.var))
+    return update_running(running, Moments(seen.count, mean, var))
+
+
+_NAIVE = Phase(with_own_batch, average)
+_UNION = Phase(with_own_batch, merge_exactly, union=True)
+_FBN = Phase(normalise, merge_exactly)
+
+SCHEMES: dict[str, Scheme] = {
+    "centralized": Scheme("Centralised", "BatchNorm on the union of all batches", _UNION, _UNION),
+    "fbn": Scheme("FBN", "shared statistics as constants; total-variance merge", _FBN, _FBN),
+    "fixbn": Scheme("FixBN", "naive, then frozen from the switch step on", _NAIVE, Phase(with_frozen, None)),
+    "naive": Scheme("Naive BN", "each client's own batch; running statistics averaged", _NAIVE, _NAIVE),
+}

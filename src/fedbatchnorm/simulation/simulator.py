@@ -1,0 +1,275 @@
+"""Distributed SGD with client momentum, all clients of a round in one pass or a few.
+
+A round is a function of the state before it, the recipe and the round's number: every random draw comes
+from a generator seeded by (seed, what for, round). So a run can stop anywhere and go on to the same result.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from ..data.datasets import Dataset, Split
+from .fold import fold
+from .schemes import SCHEMES
+
+Precision = Literal["float32", "tf32", "bf16", "float64"]
+_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3}
+_PASS_BYTES = 2**22  # on a CPU the largest activation of a pass stays in the cache if below this
+_EVALUATION_BATCH = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a federation trains. The defaults are the paper's (appendix, table 2)."""
+
+    scheme: str = "fbn"
+    """What clients normalise with, and what they share: see `fedbatchnorm list`."""
+    clients: int = 10
+    """How many clients, n."""
+    batch: int = 50
+    """Samples a client draws in a round."""
+    rounds: int = 3000
+    """How many rounds, T."""
+    lr: float = 0.1
+    """Learning rate of the first third; the second has a half of it, the last a third."""
+    momentum: float = 0.99
+    """Client momentum, dampened: g <- momentum g + (1 - momentum) gradient."""
+    beta: float = 0.1
+    """Momentum of BatchNorm's running statistics."""
+    switch: int | None = None
+    """The step at which FixBN freezes its statistics; half of the rounds if not given."""
+    weighting: Literal["equal", "size"] = "equal"
+    """Whether clients weigh the same, or by how much data they hold."""
+    precision: Precision = "tf32"
+    """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
+    seed: int = 0
+    """Of everything that is drawn: weights, partition, batches, dropout."""
+
+    def switch_step(self) -> int:
+        """The step at which FixBN freezes its statistics."""
+        return self.rounds // 2 if self.switch is None else self.switch
+
+
+class Evaluation(NamedTuple):
+    """Accuracy on the test set, between 0 and 1, and mean loss."""
+
+    accuracy: float
+    loss: float
+
+
+def stream(seed: int, what: str, step: int = 0) -> np.random.Generator:
+    """The generator of one purpose and one round."""
+    return np.random.default_rng([seed, _STREAMS[what], step])
+
+
+def torch_seed(seed: int, what: str, step: int = 0) -> int:
+    """A seed for torch, for one purpose and one round."""
+    return int(stream(seed, what, step).integers(2**63))
+
+
+def draw(parts: list[np.ndarray], batch: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices of one batch for each client, (n, batch).
+
+    Without replacement within a batch; a client with fewer samples than that draws with replacement.
+    """
+    return np.stack([part[rng.choice(len(part), batch, replace=len(part) < batch)] for part in parts])
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """lr / (1 + floor(3 t / T)): the paper's 0.1, 0.05, 0.033, a third of the rounds each."""
+    return recipe.lr / (1 + 3 * step // recipe.rounds)
+
+
+class Simulation:
+    """A federation in one process: a model, who holds what, and how they train.
+
+    Example:
+        >>> from fedbatchnorm.data import datasets, partition
+        >>> from fedbatchnorm.simulation import models
+        >>> ring = datasets.load("gaussian_ring")
+        >>> parts = partition.iid(ring.train.y.numpy(), 4, stream(0, "partition"))
+        >>> recipe = Recipe(scheme="fbn", clients=4, batch=8, rounds=3)
+        >>> simulation = Simulation(models.build("mlp", (2,), 10, seed=0), ring, parts, recipe)
+        >>> while simulation.step < recipe.rounds:
+        ...     loss = simulation.round()
+        >>> 0 < simulation.evaluate().accuracy < 1
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        parts: Sequence[ArrayLike],
+        recipe: Recipe,
+        *,
+        device: torch.device | str = "cpu",
+        chunk: int | None = None,
+    ):
+        """Set up a federation before its first round.
+
+        Args:
+            model: trained in place; its BatchNorm layers become `FoldedNorm`.
+            data: the dataset, which is moved to the device as a whole.
+            parts: for each client the indices of its training samples.
+            recipe: how to train.
+            device: where.
+            chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations
+                stay in the cache are faster; for `centralized` always all.
+        """
+        if len(parts) != recipe.clients:
+            raise ValueError(f"clients is {recipe.clients}, but the data is split into {len(parts)} parts")
+        self.recipe, self.device = recipe, torch.device(device)
+        self.parts = [np.asarray(part) for part in parts]
+        empty = [i for i, part in enumerate(self.parts) if not len(part)]
+        if empty:
+            raise ValueError(f"client {empty[0]} holds no data")
+        self.scheme = SCHEMES[recipe.scheme]
+        dtype = torch.float64 if recipe.precision == "float64" else torch.float32
+        self.model = model.to(self.device, dtype)
+        self.data = data.to(self.device, dtype)
+        self.layers = fold(self.model, recipe.beta)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        self.step = 0
+        sizes = np.array([len(part) for part in self.parts], float)
+        share = sizes / sizes.sum() if recipe.weighting == "size" else np.full(len(parts), 1 / len(parts))
+        weights = torch.from_numpy(share / recipe.batch).to(self.device, dtype)
+        self._weights = weights.repeat_interleave(recipe.batch)
+        fitting = _PASS_BYTES // self._sample_bytes() if self.device.type == "cpu" else _EVALUATION_BATCH
+        self._samples = min(_EVALUATION_BATCH, 4 * fitting + 1)  # without gradients there is more room
+        whole = recipe.clients if self.device.type != "cpu" else fitting // recipe.batch
+        self._chunk = chunk or max(1, min(recipe.clients, whole))
+
+    def round(self) -> Tensor:
+        """One round of all clients; returns the mean training loss, without waiting for the device."""
+        recipe, batch = self.recipe, self.recipe.batch
+        phase = self.scheme.phase(self.step, recipe.switch_step())
+        index = draw(self.parts, batch, stream(recipe.seed, "batches", self.step))
+        index = torch.from_numpy(index.ravel()).to(self.device, non_blocking=True)
+        size = (recipe.clients if phase.union else self._chunk) * batch
+        total = self._weights.new_zeros(())
+        for layer in self.layers.values():
+            layer.start(phase)
+        self.model.train()
+        passes = list(zip(index.split(size), self._weights.split(size), strict=True))
+        with self._random("dropout"), self._arithmetic():
+            for chosen, weights in passes:
+                total += self._learn(chosen, weights)
+        self._descend()
+        for name, layer in self.layers.items():
+            layer.finish(name, self.step, len(passes))
+        self.step += 1
+        return total
+
+    def evaluate(self, split: Split | None = None) -> Evaluation:
+        """Accuracy and loss on the test set (or another split), with the running statistics."""
+        x, y = split or self.data.test
+        self.model.eval()
+        right, loss = self._weights.new_zeros(2)
+        with torch.no_grad(), self._arithmetic():
+            for xs, ys in zip(x.split(self._samples), y.split(self._samples), strict=True):
+                scores = self._forward(xs)
+                right += (scores.argmax(1) == ys).sum()
+                loss += F.cross_entropy(scores, ys, reduction="sum")
+        return Evaluation(right.item() / len(y), loss.item() / len(y))
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next round depends on, besides the recipe: weights, statistics, momentum."""
+        velocity = {f"velocity.{i}": v for i, v in enumerate(self.velocity)}
+        return {f"model.{k}": v for k, v in self.model.state_dict().items()} | velocity
+
+    def load_state(self, state: dict[str, Tensor], step: int) -> None:
+        """Go on from a `state` that was taken after `step` rounds."""
+        prefix = "model."
+        model = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self.model.load_state_dict(model)
+        for i, velocity in enumerate(self.velocity):
+            velocity.copy_(state[f"velocity.{i}"])
+        self.step = step
+
+    def _learn(self, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Add the gradient of one pass; returns its part of the loss."""
+        clients = len(chosen) // self.recipe.batch
+        for layer in self.layers.values():
+            layer.clients = clients
+        scores = self._forward(self.data.train.x[chosen])
+        loss = F.cross_entropy(scores, self.data.train.y[chosen], reduction="none") @ weights
+        loss.backward()
+        return loss.detach()
+
+    def _forward(self, x: Tensor) -> Tensor:
+        half = self.recipe.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+            return self.model(self.data.inputs(x)).to(self._weights.dtype)
+
+    def _descend(self) -> None:
+        """Client momentum, then the server's step. The mean of the clients' momenta is the momentum of
+        the mean gradient, so that one buffer stands for all clients."""
+        keep, rate = self.recipe.momentum, learning_rate(self.recipe, self.step)
+        parameters, velocities, gradients = [], [], []
+        for p, v in zip(self.parameters, self.velocity, strict=True):
+            if p.grad is not None:
+                parameters.append(p)
+                velocities.append(v)
+                gradients.append(p.grad)
+                p.grad = None
+        with torch.no_grad():
+            torch._foreach_mul_(velocities, keep)
+            torch._foreach_add_(velocities, gradients, alpha=1 - keep)
+            torch._foreach_add_(parameters, velocities, alpha=-rate)
+
+    @contextlib.contextmanager
+    def _random(self, what: str) -> Iterator[None]:
+        """Seed what modules such as dropout draw from, and give the caller's state back."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            seed = torch_seed(self.recipe.seed, what, self.step)
+            torch.default_generator.manual_seed(seed)
+            if cuda:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
+            elif self.device.type == "mps":
+                torch.mps.manual_seed(seed)
+            yield
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """TF32 on or off on a GPU, as the recipe says, and as it was before when done."""
+        if self.device.type != "cuda":
+            yield
+            return
+        switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # pyrefly: ignore
+        before = [switch.fp32_precision for switch in switches]
+        try:
+            for switch in switches:
+                switch.fp32_precision = "ieee" if self.recipe.precision in ("float32", "float64") else "tf32"
+            yield
+        finally:
+            for switch, value in zip(switches, before, strict=True):
+                switch.fp32_precision = value
+
+    def _sample_bytes(self) -> int:
+        """The size of the largest activation of one sample."""
+        sizes = []
+
+        def look(module: nn.Module, args: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                sizes.append(output.numel() * output.element_size())
+
+        hooks = [m.register_forward_hook(look) for m in self.model.modules()]
+        try:
+            self.model.eval()
+            with torch.no_grad():
+                self._forward(self.data.train.x[:1])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return max(sizes)
