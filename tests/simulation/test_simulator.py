@@ -11,8 +11,9 @@ from torch import nn
 
 from fedbatchnorm.data import cifar10, datasets, partition
 from fedbatchnorm.simulation import models
+from fedbatchnorm.simulation.recipe import Recipe, learning_rate, stream
 from fedbatchnorm.simulation.schemes import SCHEMES
-from fedbatchnorm.simulation.simulator import Recipe, Simulation, draw, learning_rate, stream
+from fedbatchnorm.simulation.simulator import Simulation, draw
 
 sys.path.insert(0, str(Path(__file__).parent))
 from twin import Twin

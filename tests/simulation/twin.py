@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fedbatchnorm as fbn
-from fedbatchnorm.simulation.simulator import draw, learning_rate, stream
+from fedbatchnorm.simulation.recipe import learning_rate, stream
+from fedbatchnorm.simulation.simulator import draw
 
 
 def batch_norms(model):

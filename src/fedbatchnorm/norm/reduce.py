@@ -49,7 +49,7 @@ class _Reduce(torch.autograd.Function):
             mean, var = _one_client(x)
             return mean.unsqueeze(0), var.unsqueeze(0)
         if x.device.type == "cpu" and x.numel() <= clients * _SMALL:
-            return tuple(t.to(statistics_dtype(x)) for t in _in_float64(x, clients))
+            return _in_float64(x, clients)
         if x.device.type == "cpu":
             means, variances = zip(*map(_one_client, x.chunk(clients)), strict=True)
             return torch.stack(means), torch.stack(variances)
@@ -76,10 +76,11 @@ class _Reduce(torch.autograd.Function):
 
 def _in_float64(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per client and channel, (clients, c): a few calls in all, for small inputs."""
-    x = x.double().unflatten(0, (clients, -1))
+    dtype, x = statistics_dtype(x), x.double().unflatten(0, (clients, -1))
     dims = [1, *range(3, x.dim())]
     mean = x.mean(dims, keepdim=True)
-    return mean.view(x.shape[0], x.shape[2]), (x - mean).square_().mean(dims)
+    var = (x - mean).square_().mean(dims)
+    return mean.view_as(var).to(dtype), var.to(dtype)
 
 
 def _in_one_go(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ from a generator seeded by (seed, what for, round). So a run can stop anywhere a
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,44 +16,11 @@ from torch import Tensor, nn
 
 from ..data.datasets import Dataset, Split
 from .fold import fold
+from .recipe import Recipe, learning_rate, stream, torch_seed
 from .schemes import SCHEMES
 
-Precision = Literal["float32", "tf32", "bf16", "float64"]
-_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3}
 _PASS_BYTES = 2**22  # on a CPU the largest activation of a pass stays in the cache if below this
 _EVALUATION_BATCH = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a federation trains. The defaults are the paper's (appendix, table 2)."""
-
-    scheme: str = "fbn"
-    """What clients normalise with, and what they share: see `fedbatchnorm list`."""
-    clients: int = 10
-    """How many clients, n."""
-    batch: int = 50
-    """Samples a client draws in a round."""
-    rounds: int = 3000
-    """How many rounds, T."""
-    lr: float = 0.1
-    """Learning rate of the first third; the second has a half of it, the last a third."""
-    momentum: float = 0.99
-    """Client momentum, dampened: g <- momentum g + (1 - momentum) gradient."""
-    beta: float = 0.1
-    """Momentum of BatchNorm's running statistics."""
-    switch: int | None = None
-    """The step at which FixBN freezes its statistics; half of the rounds if not given."""
-    weighting: Literal["equal", "size"] = "equal"
-    """Whether clients weigh the same, or by how much data they hold."""
-    precision: Precision = "tf32"
-    """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
-    seed: int = 0
-    """Of everything that is drawn: weights, partition, batches, dropout."""
-
-    def switch_step(self) -> int:
-        """The step at which FixBN freezes its statistics."""
-        return self.rounds // 2 if self.switch is None else self.switch
 
 
 class Evaluation(NamedTuple):
@@ -64,27 +30,12 @@ class Evaluation(NamedTuple):
     loss: float
 
 
-def stream(seed: int, what: str, step: int = 0) -> np.random.Generator:
-    """The generator of one purpose and one round."""
-    return np.random.default_rng([seed, _STREAMS[what], step])
-
-
-def torch_seed(seed: int, what: str, step: int = 0) -> int:
-    """A seed for torch, for one purpose and one round."""
-    return int(stream(seed, what, step).integers(2**63))
-
-
 def draw(parts: list[np.ndarray], batch: int, rng: np.random.Generator) -> np.ndarray:
     """Indices of one batch for each client, (n, batch).
 
     Without replacement within a batch; a client with fewer samples than that draws with replacement.
     """
     return np.stack([part[rng.choice(len(part), batch, replace=len(part) < batch)] for part in parts])
-
-
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """lr / (1 + floor(3 t / T)): the paper's 0.1, 0.05, 0.033, a third of the rounds each."""
-    return recipe.lr / (1 + 3 * step // recipe.rounds)
 
 
 class Simulation:

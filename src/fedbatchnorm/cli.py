@@ -1,0 +1,320 @@
+"""The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+try:
+    import tyro
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
+
+from .data import cifar10, datasets, partition
+from .experiments import catalogue
+from .experiments.config import USUAL, Run, describe, digest
+from .experiments.environment import choose_device, describe_device
+from .experiments.folder import BusyError, read_results
+from .experiments.runner import Options, Stopped, Watcher, run_all, stop_on_signals
+from .simulation.models import MODELS
+from .simulation.recipe import stream
+from .simulation.ring import Ring
+from .simulation.schemes import SCHEMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where to run, and where to put what comes out. None of this changes a result."""
+
+    out: Path = Path("runs")
+    """Folder of the runs: one folder for each configuration, named after its hash."""
+    data_dir: Path | None = None
+    """Folder with CIFAR-10; $FEDBATCHNORM_DATA or the user's cache folder if not given. It is downloaded
+    there when it is missing."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    checkpoint_seconds: float = 30.0
+    """An interrupted run goes on from its last checkpoint: seconds between them."""
+    quiet: bool = False
+    """No progress bar. There is none either when the output is not a terminal."""
+
+
+class Bar(Watcher):
+    """A progress bar over all runs: what is running, its accuracy, and the time left."""
+
+    def __init__(self, configs: list[Run | Ring], quiet: bool):
+        self.quiet = quiet or not sys.stderr.isatty()
+        total = sum(config.rounds or 0 for config in configs)
+        self.bar = tqdm(total=total, unit="round", disable=self.quiet, smoothing=0.05, dynamic_ncols=True)
+        self.runs, self.done, self.skipped = len(configs), 0, 0
+
+    def begin(self, config: Run | Ring, step: int) -> None:
+        """Show which run is on."""
+        self.done += 1
+        self.bar.set_description(f"{self.done}/{self.runs} {describe(config)}")
+        self.bar.set_postfix_str("")
+        self.bar.total -= step  # what an earlier session did says nothing about the time left
+
+    def advance(self, rounds: int, metrics: dict[str, Any] | None) -> None:
+        """Move on, and show the accuracy when there is a new one."""
+        if metrics is not None:
+            self.bar.set_postfix_str(f"accuracy {100 * metrics['accuracy']:.1f}%")
+        self.bar.update(rounds)
+
+    def skip(self, config: Run | Ring) -> None:
+        """A run was finished before."""
+        self.done += 1
+        self.skipped += 1
+        self.bar.total -= config.rounds or 0
+
+
+def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> None:
+    """See in about a minute why BatchNorm fails in federated learning, and FBN does not.
+
+    Trains a small network on scikit-learn's digits with all four schemes, at three levels of heterogeneity,
+    and normalises the paper's Gaussian ring (figures 1 and 2). Nothing is downloaded. Ends with a table and
+    the path of a report to open in a browser.
+
+    Args:
+        seeds: repetitions, for mean and spread.
+        out: folder of the runs and the report.
+        quiet: no progress bar.
+    """
+    configs = catalogue.demo(_at_least_one("seeds", seeds))
+    _run(configs, Where(out=out, device="cpu", quiet=quiet))
+    _tables(out, configs)
+    print(
+        "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalises\n"
+        "by its own digit, and the averaged variance misses what lies between clients. FBN shares\n"
+        "statistics that are those of the union, and stays with centralised training."
+    )
+    _report(out)
+
+
+def run(
+    config: Annotated[Run, tyro.conf.arg(name="")], where: Annotated[Where, tyro.conf.arg(name="")]
+) -> None:
+    """Train one federation, from the first round to the last.
+
+    Interrupt it with Ctrl-C and run the same command again: it goes on from where it was, to the same
+    result. A finished run is not run again.
+
+    Example: fedbatchnorm run --dataset cifar10 --scheme fbn --partition gamma --gamma 0 --seed 0
+    """
+    _run([config], where)
+    results, _ = read_results(where.out / digest(config))
+    summary = results[0].summary
+    print(f"final accuracy {100 * summary['accuracy']:.2f}%, best {100 * summary['best_accuracy']:.2f}%")
+    print(f"run folder: {where.out / digest(config)}")
+    print(f"figures and tables: fedbatchnorm report {where.out}")
+
+
+def reproduce(
+    figure: tyro.conf.Positional[str],
+    where: Annotated[Where, tyro.conf.arg(name="")],
+    scale: catalogue.Scale = "small",
+    seeds: int = 3,
+) -> None:
+    """Run all that a figure of the paper needs, and draw it.
+
+    Runs that are finished are skipped, so that figures share runs, and an interrupted reproduction goes on.
+
+    Example: fedbatchnorm reproduce fig3 --scale full --seeds 3 --data-dir ~/data
+
+    Args:
+        figure: fig1, fig2, fig3, fig5, or all of them: `all`.
+        scale: full is CIFAR-10 with the paper's settings (a GPU, or days); small is digits, in minutes.
+        seeds: repetitions, for mean and spread.
+    """
+    names = list(catalogue.FIGURES) if figure == "all" else [figure]
+    unknown = [name for name in names if name not in catalogue.FIGURES]
+    if unknown:
+        raise ValueError(
+            f"figure {unknown[0]!r} is not known; choose from {', '.join(catalogue.FIGURES)}, all"
+        )
+    seeds = _at_least_one("seeds", seeds)
+    configs = catalogue.unique(c for name in names for c in catalogue.FIGURES[name].runs(scale, seeds))
+    _run(configs, where)
+    _tables(where.out, configs)
+    _report(where.out)
+
+
+def report(runs: tyro.conf.Positional[Path], out: Path | None = None) -> None:
+    """Draw figures and one HTML page from a folder of finished runs.
+
+    Args:
+        runs: the folder that was given as --out.
+        out: where the page and the figures go; RUNS/report if not given.
+    """
+    if not runs.is_dir():
+        raise ValueError(f"{runs} is not a folder")
+    _report(runs, out)
+
+
+def list_names() -> None:
+    """Everything that has a name: schemes, datasets, partitions, models, figures."""
+    _print_names("schemes", {name: f"{s.title}: {s.summary}" for name, s in SCHEMES.items()})
+    usual = {name: ", ".join(f"{k} {v}" for k, v in USUAL[name].items()) for name in datasets.DATASETS}
+    _print_names("datasets (and what is usual with them)", usual)
+    _print_names("partitions", {name: p.summary for name, p in partition.PARTITIONS.items()})
+    own = {"package.module:function": "a function of yours: (input shape, classes) or nothing -> nn.Module"}
+    lines = {name: (factory.__doc__ or "").splitlines()[0] for name, factory in MODELS.items()}
+    _print_names("models", lines | own)
+    _print_names("figures", {name: figure.title for name, figure in catalogue.FIGURES.items()})
+
+
+def data(
+    dataset: tyro.conf.Positional[str],
+    data_dir: Path | None = None,
+    split: Literal["iid", "gamma", "dirichlet"] | None = None,
+    gamma: float = 0.0,
+    alpha: float = 0.1,
+    clients: int = 10,
+    seed: int = 0,
+    plot: Path = Path("holdings.png"),
+) -> None:
+    """Download or check a dataset; with --split, draw who holds which classes.
+
+    Example: fedbatchnorm data cifar10
+    Example: fedbatchnorm data digits --split dirichlet --alpha 0.1
+
+    Args:
+        dataset: gaussian_ring, digits or cifar10.
+        data_dir: folder with CIFAR-10; $FEDBATCHNORM_DATA or the user's cache folder if not given.
+        split: a partition, to see what it gives to whom.
+        gamma: for the gamma partition, from 0 (each client its own classes) to 1 (iid).
+        alpha: for the dirichlet partition: the smaller, the more heterogeneous.
+        clients: how many clients.
+        seed: of the partition.
+        plot: the picture of who holds which classes: PNG, SVG or PDF.
+    """
+    loaded = datasets.load(dataset, data_dir, progress=sys.stderr.isatty())
+    train, test = len(loaded.train.y), len(loaded.test.y)
+    shape = " x ".join(map(str, loaded.train.x.shape[1:]))
+    print(f"{dataset}: {train} training and {test} test samples of {shape}, {len(loaded.classes)} classes")
+    if dataset == "cifar10":
+        print(f"all six files are there and their MD5 sums are right: {cifar10.find(data_dir)}")
+    if split is None:
+        return
+    from .report.figures import holdings_figure
+
+    labels = loaded.train.y.numpy()
+    parameter = {"gamma": gamma, "alpha": alpha}.get(partition.PARTITIONS[split].parameter or "")
+    parts = partition.split(split, labels, clients, parameter, stream(seed, "partition"))
+    held = partition.holdings(labels, parts, len(loaded.classes))
+    title = split if parameter is None else f"{partition.PARTITIONS[split].parameter} = {parameter:g}"
+    picture = holdings_figure({"samples": held.tolist(), "classes": loaded.classes}, f"{dataset}, {title}")
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(plot, dpi=150)
+    sizes = held.sum(1)
+    print(
+        f"clients hold {sizes.min()} to {sizes.max()} samples of {(held > 0).sum(1).min()} to "
+        f"{(held > 0).sum(1).max()} classes: {plot}"
+    )
+
+
+COMMANDS = {
+    "demo": demo,
+    "run": run,
+    "reproduce": reproduce,
+    "report": report,
+    "list": list_names,
+    "data": data,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened."""
+    sys.path.insert(0, "")  # for models of the user's own, named as package.module:function
+    description = "BatchNorm for federated learning: simulate, reproduce the paper's figures, report."
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="fedbatchnorm",
+            description=description,
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    except (ValueError, ImportError, cifar10.DataError, BusyError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as stopped:
+        print(f"\n{stopped}. Run the same command again to go on.", file=sys.stderr)
+        sys.exit(130)
+    except KeyboardInterrupt:
+        print(
+            "\nstopped at once; what was saved stays. Run the same command again to go on.", file=sys.stderr
+        )
+        sys.exit(130)
+
+
+def _run(configs: list[Run | Ring], where: Where) -> None:
+    device = choose_device(where.device)
+    start = time.monotonic()
+    bar = Bar(configs, where.quiet)
+    kind = describe_device(device)
+    print(f"{len(configs)} run{'s' if len(configs) > 1 else ''} on {kind}, in {where.out}")
+    try:
+        with stop_on_signals() as stop:
+            run_all(configs, where.out, Options(device, where.data_dir, where.checkpoint_seconds, bar, stop))
+    finally:
+        bar.bar.close()
+    again = f", {bar.skipped} of them finished before" if bar.skipped else ""
+    print(f"done in {time.monotonic() - start:.0f} s{again}")
+
+
+def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
+    """Final accuracies of these runs, as plain text."""
+    from .report.groups import Spread, comparisons, rings
+    from .report.page import final_table
+
+    wanted = {digest(config) for config in configs}
+    results = [r for r in read_results(root)[0] if r.path.name in wanted]
+    ring = rings(results)
+    if ring:
+        levels = sorted({gamma for _, gamma in ring}, reverse=True)
+        rows = []
+        for scheme in SCHEMES:
+            cells = [ring.get((scheme, gamma)) for gamma in levels]
+            if any(cells) and scheme != "centralized":
+                spreads = [Spread.of([r.summary["distance"] for r in c]) if c else None for c in cells]
+                rows.append(
+                    [SCHEMES[scheme].title, *("-" if s is None else f"{s.mean:.2f}" for s in spreads)]
+                )
+        print("\nGaussian ring: mean distance of the normalised points from the centralised ones")
+        _print_table(["gamma", *(f"{g:g}" for g in levels)], rows)
+    for group in comparisons(results):
+        print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")
+        _print_table(*final_table(group))
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        first, *rest = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  " + "   ".join([first, *rest]))
+
+
+def _print_names(title: str, lines: dict[str, str]) -> None:
+    width = max(map(len, lines))
+    print(f"{title}:")
+    for name, text in lines.items():
+        print(f"  {name:<{width}}  {text}")
+
+
+def _report(root: Path, out: Path | None = None) -> None:
+    from .report.page import write_report
+
+    print(f"\nreport: {write_report(root, out)}")
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+    return value

@@ -1,0 +1,76 @@
+"""The paper's clean figures as lists of runs. A new figure is one function and one row of `FIGURES`."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from ..simulation.ring import Ring
+from ..simulation.schemes import SCHEMES
+from .config import Run, digest
+
+Scale = Literal["full", "small"]
+DATASET = {"full": "cifar10", "small": "digits"}
+GAMMAS = (1.0, 0.5, 0.3, 0.1, 0.01, 0.0)
+ALPHAS = (10.0, 1.0, 0.5, 0.1)
+RING_GAMMAS = (1.0, 0.3, 0.1, 0.0)
+
+
+def fig1(scale: Scale, seeds: int) -> list[Run | Ring]:
+    """Points before and after normalisation, centralised and naive."""
+    return [Ring(scheme=scheme, gamma=0.0) for scheme in ("centralized", "naive")]
+
+
+def fig2(scale: Scale, seeds: int) -> list[Run | Ring]:
+    """Points as FBN and FixBN normalise them, and each scheme's distance from centralised."""
+    schemes = [scheme for scheme in SCHEMES if scheme != "centralized"]
+    return [
+        Ring(scheme=scheme, gamma=gamma, seed=seed)
+        for gamma in RING_GAMMAS
+        for scheme in schemes
+        for seed in range(seeds)
+    ]
+
+
+def fig3(scale: Scale, seeds: int, gammas: Iterable[float] = GAMMAS) -> list[Run | Ring]:
+    """Final accuracy against gamma, and curves at gamma 0.01 and 0."""
+    return [
+        Run(dataset=DATASET[scale], scheme=scheme, gamma=gamma, seed=seed)
+        for seed in range(seeds)
+        for gamma in gammas
+        for scheme in SCHEMES
+    ]
+
+
+def fig5(scale: Scale, seeds: int) -> list[Run | Ring]:
+    """As figure 3 with Dirichlet; its last panel is at gamma 0, as in the paper."""
+    runs: list[Run | Ring] = [
+        Run(dataset=DATASET[scale], scheme=scheme, partition="dirichlet", alpha=alpha, seed=seed)
+        for seed in range(seeds)
+        for alpha in ALPHAS
+        for scheme in SCHEMES
+    ]
+    return runs + fig3(scale, seeds, gammas=[0.0])
+
+
+def demo(seeds: int) -> list[Run | Ring]:
+    """All that the demo shows: figures 1 and 2, and figure 3 on digits at three levels."""
+    return unique([*fig1("small", seeds), *fig2("small", seeds), *fig3("small", seeds, (0.0, 0.1, 1.0))])
+
+
+class Figure(NamedTuple):
+    """A figure of the paper: what it shows, and its runs at a scale with a number of seeds."""
+
+    title: str
+    runs: Callable[[Scale, int], list[Run | Ring]]
+
+
+FIGURES: dict[str, Figure] = {
+    "fig1": Figure("Separability: centralised and naive BatchNorm on the Gaussian ring", fig1),
+    "fig2": Figure("Normalisation: FBN, FixBN, and the distance from centralised", fig2),
+    "fig3": Figure("Accuracy against gamma, and curves at gamma 0.01 and 0", fig3),
+    "fig5": Figure("Accuracy against Dirichlet's alpha, and curves at alpha 0.1 and gamma 0", fig5),
+}
+
+
+def unique(runs: Iterable[Run | Ring]) -> list[Run | Ring]:
+    """Each run once, in order: figures share some."""
+    return list({digest(run): run for run in runs}.values())

@@ -1,0 +1,123 @@
+"""What determines a run, as frozen dataclasses; a run's folder is named after the hash of it."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..data.datasets import DATASETS
+from ..data.partition import PARTITIONS
+from ..simulation.models import MODELS
+from ..simulation.recipe import Recipe, check_fields
+from ..simulation.ring import Ring
+
+_FORMAT = 1  # raised when the same configuration would no longer give the same result
+
+# What is used for a dataset unless something else is asked for: the paper's settings, and the demo's.
+USUAL: dict[str, dict[str, Any]] = {
+    "gaussian_ring": {"model": "mlp", "batch": 30, "rounds": 100},
+    "digits": {"model": "mlp", "batch": 10, "rounds": 300},
+    "cifar10": {"model": "cnn", "batch": 50, "rounds": 3000},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Recipe):
+    """A federation's training from the first round to the last.
+
+    Example:
+        >>> run = Run(dataset="digits", scheme="fbn", gamma=0)
+        >>> run.model, run.rounds, run.evaluate_every
+        ('mlp', 300, 10)
+    """
+
+    dataset: str = "digits"
+    """What is learned: see `fedbatchnorm list`."""
+    model: str | None = None
+    """cnn, mlp, resnet20, resnet18, or a function of your own as package.module:function;
+    the dataset's usual one if not given."""
+    partition: str = "gamma"
+    """How the data is split among the clients: iid, gamma, dirichlet."""
+    gamma: float = 0.0
+    """For the gamma partition: the share of data that is alike, from 0 (each client its own classes)
+    to 1 (iid)."""
+    alpha: float = 0.1
+    """For the dirichlet partition: the smaller, the more heterogeneous."""
+    batch: int | None = None  # pyrefly: ignore
+    """Samples a client draws in a round; the dataset's usual number if not given."""
+    rounds: int | None = None  # pyrefly: ignore
+    """How many rounds; the dataset's usual number if not given."""
+    evaluate_every: int | None = None
+    """Rounds between evaluations; a thirtieth of all if not given."""
+
+    def __post_init__(self):
+        for name, table in (("dataset", DATASETS), ("partition", PARTITIONS)):
+            if getattr(self, name) not in table:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(table)}")
+        for name, value in USUAL.get(self.dataset, {}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if not isinstance(self.model, str) or not (self.model in MODELS or ":" in self.model):
+            raise ValueError(
+                f"model is {self.model!r}; it must be one of {', '.join(MODELS)}, "
+                "or a function of your own as package.module:function"
+            )
+        check_fields(self)
+        if self.evaluate_every is None:
+            object.__setattr__(self, "evaluate_every", max(1, self.rounds // 30))  # pyrefly: ignore
+
+    def heterogeneity(self) -> tuple[str | None, float | None]:
+        """The name and the value of the partition's parameter: ("gamma", 0.1), or (None, None)."""
+        name = PARTITIONS[self.partition].parameter
+        return name, None if name is None else getattr(self, name)
+
+    def identity(self) -> dict[str, object]:
+        """The fields that determine the result: what this partition and scheme do not use is left out."""
+        unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
+        switch = self.switch_step() if self.scheme == "fixbn" else None
+        return {k: v for k, v in asdict(self).items() if k not in unused} | {"switch": switch}
+
+
+KINDS: dict[str, type[Run] | type[Ring]] = {"training": Run, "ring": Ring}
+
+
+def kind_of(config: Run | Ring) -> str:
+    """The name of a configuration's kind."""
+    return next(name for name, kind in KINDS.items() if type(config) is kind)
+
+
+def digest(config: Run | Ring) -> str:
+    """The name of a run: a hash of what determines its result, not of paths or devices.
+
+    Example:
+        >>> digest(Run(gamma=0)) == digest(Run(gamma=0.0, alpha=3.0)) != digest(Run(gamma=0.5))
+        True
+    """
+    content = {"format": _FORMAT, "kind": kind_of(config), **config.identity()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def to_json(config: Run | Ring) -> dict[str, Any]:
+    """All fields and the kind, as they go into `config.json`."""
+    return {"kind": kind_of(config), **asdict(config)}
+
+
+def from_json(content: Any) -> Run | Ring:
+    """The configuration in a `config.json`; an unknown, missing or impossible field is an error."""
+    if not isinstance(content, dict) or content.get("kind") not in KINDS:
+        raise ValueError(f"not a configuration: its kind must be one of {', '.join(KINDS)}")
+    given = {k: v for k, v in content.items() if k != "kind"}
+    kind = KINDS[content["kind"]]
+    unknown = sorted(given.keys() - {f.name for f in fields(kind)})
+    if unknown:
+        raise ValueError(f"unknown fields in a configuration: {', '.join(map(repr, unknown))}")
+    return kind(**given)
+
+
+def describe(config: Run | Ring) -> str:
+    """A configuration in a few words, for progress bars and lists."""
+    if isinstance(config, Ring):
+        return f"ring, {config.scheme}, gamma {config.gamma:g}, seed {config.seed}"
+    name, value = config.heterogeneity()
+    split = config.partition if name is None else f"{name} {value:g}"
+    return f"{config.dataset}, {config.scheme}, {split}, seed {config.seed}"

@@ -1,0 +1,115 @@
+"""Results brought together: runs that differ in scheme, heterogeneity and seed alone make one comparison."""
+
+import statistics
+from typing import Any, NamedTuple
+
+from ..experiments.config import Run
+from ..experiments.folder import Result
+from ..simulation.ring import Ring
+from ..simulation.schemes import SCHEMES
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation (n - 1; None for a single value) over seeds."""
+
+    mean: float
+    sd: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of at least one value."""
+        sd = statistics.stdev(values) if len(values) > 1 else None
+        return cls(statistics.fmean(values), sd, len(values))
+
+    def percent(self) -> str:
+        """As percent with one digit: 96.7 ± 0.3."""
+        return f"{100 * self.mean:.1f}" + ("" if self.sd is None else f" ± {100 * self.sd:.1f}")
+
+
+class Comparison(NamedTuple):
+    """Training runs that share everything but scheme, level of heterogeneity and seed.
+
+    cells: (scheme label, level) -> the seeds' results. `parameter` is gamma, alpha or None.
+    """
+
+    example: Run
+    parameter: str | None
+    cells: dict[tuple[str, float | None], list[Result]]
+
+    def title(self) -> str:
+        """What was run, in words."""
+        run = self.example
+        return f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
+
+    def levels(self) -> list[float | None]:
+        """The levels, from alike to heterogeneous."""
+        return sorted({level for _, level in self.cells}, key=lambda v: -(v or 0))
+
+    def labels(self) -> list[str]:
+        """The schemes' labels in the table's order."""
+        order = [scheme.title for scheme in SCHEMES.values()]
+        found = {label for label, _ in self.cells}
+        return sorted(found, key=lambda label: (order.index(label.partition(",")[0]), label))
+
+    def final(self, label: str, level: float | None) -> Spread | None:
+        """Final accuracy over seeds, or None if it was not run."""
+        return self._over_seeds(label, level, "accuracy")
+
+    def best(self, label: str, level: float | None) -> Spread | None:
+        """Best accuracy over seeds, or None if it was not run."""
+        return self._over_seeds(label, level, "best_accuracy")
+
+    def curve(self, label: str, level: float | None) -> tuple[list[int], list[Spread]]:
+        """Rounds, and accuracy there over seeds."""
+        runs = [
+            {row["round"]: row["accuracy"] for row in r.metrics} for r in self.cells.get((label, level), [])
+        ]
+        rounds = sorted(set.intersection(*map(set, runs))) if runs else []
+        return rounds, [Spread.of([run[t] for run in runs]) for t in rounds]
+
+    def _over_seeds(self, label: str, level: float | None, key: str) -> Spread | None:
+        found = self.cells.get((label, level))
+        return Spread.of([r.summary[key] for r in found]) if found else None
+
+
+def comparisons(results: list[Result]) -> list[Comparison]:
+    """The training runs, brought together; in the order dataset, partition."""
+    found: dict[tuple[Any, ...], Comparison] = {}
+    for result in results:
+        run = result.config
+        if not isinstance(run, Run):
+            continue
+        parameter, level = run.heterogeneity()
+        ignored = {"scheme", "seed", "switch", parameter}
+        shared = tuple(sorted((k, str(v)) for k, v in run.identity().items() if k not in ignored))
+        group = found.setdefault(shared, Comparison(run, parameter, {}))
+        group.cells.setdefault((_label(run), level), []).append(result)
+    return sorted(found.values(), key=lambda c: (c.example.dataset, -_order(c.parameter), c.title()))
+
+
+def rings(results: list[Result]) -> dict[tuple[str, float], list[Result]]:
+    """(scheme, gamma) -> the seeds' results on the ring, seed 0 first."""
+    found: dict[tuple[str, float], list[Result]] = {}
+    for result in sorted(results, key=lambda r: r.config.seed):
+        if isinstance(result.config, Ring):
+            found.setdefault((result.config.scheme, result.config.gamma), []).append(result)
+    return found
+
+
+def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | None:
+    """The comparison by gamma that goes with one by Dirichlet's alpha: figure 5 borrows a panel of it."""
+    for other in groups:
+        if other.parameter == "gamma" and other.title() == group.title():
+            return other
+    return None
+
+
+def _order(parameter: str | None) -> int:
+    return {"gamma": 2, "alpha": 1}.get(parameter or "", 0)
+
+
+def _label(run: Run) -> str:
+    title = SCHEMES[run.scheme].title
+    unusual = run.scheme == "fixbn" and run.switch_step() != run.rounds // 2  # pyrefly: ignore
+    return f"{title}, switch at {run.switch_step()}" if unusual else title

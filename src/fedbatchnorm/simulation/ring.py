@@ -1,0 +1,104 @@
+"""Normalisation alone, without learning: the paper's Gaussian ring (section 3, figures 1 and 2)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..data.datasets import ring_points
+from ..norm.moments import Running
+from .recipe import check_fields, torch_seed
+from .schemes import SCHEMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """One scheme on the ring: every client normalises a fresh batch of its points in every round."""
+
+    scheme: str = "fbn"
+    """What clients normalise with, and what they share."""
+    gamma: float = 0.0
+    """The probability of a point to be of any class; otherwise it is of its client's own."""
+    clients: int = 10
+    """How many clients; client i has class i."""
+    points: int = 30
+    """Points a client draws in a round."""
+    rounds: int = 100
+    """How many rounds."""
+    beta: float = 0.1
+    """Momentum of the running statistics."""
+    switch: int | None = None
+    """The round at which FixBN freezes its statistics; half of the rounds if not given."""
+    seed: int = 0
+    """Of the points."""
+
+    def __post_init__(self):
+        check_fields(self)
+
+    def identity(self) -> dict[str, object]:
+        """The fields that determine the result."""
+        fields = dict(vars(self))
+        fields["switch"] = self.switch_step() if self.scheme == "fixbn" else None
+        return fields
+
+    def switch_step(self) -> int:
+        """The round at which FixBN freezes its statistics."""
+        return self.rounds // 2 if self.switch is None else self.switch
+
+
+class RingResult(NamedTuple):
+    """What came out: the distance in each round, the last round's points, and the running statistics.
+
+    distance: (rounds,), mean Euclidean distance of the normalised points from the centralised ones.
+    points, normalised, centralised: (clients, points, 2); labels: (clients, points).
+    mean, var: (2,).
+    """
+
+    distance: Tensor
+    points: Tensor
+    labels: Tensor
+    normalised: Tensor
+    centralised: Tensor
+    mean: Tensor
+    var: Tensor
+
+
+def normalise_ring(config: Ring) -> RingResult:
+    """Run a scheme and centralised BatchNorm on the same points, side by side.
+
+    Example:
+        >>> far, near = (normalise_ring(Ring(scheme=s, rounds=20)).distance[-1] for s in ("naive", "fbn"))
+        >>> bool(near < far)
+        True
+    """
+    generator = torch.Generator().manual_seed(torch_seed(config.seed, "batches"))
+    scheme, central = SCHEMES[config.scheme], SCHEMES["centralized"].before
+    running = Running(torch.zeros(2), torch.ones(2), momentum=config.beta)
+    distance = []
+    for step in range(config.rounds):
+        points, labels = ring_points(config.clients, config.points, config.gamma, generator)
+        x = points.flatten(0, 1)
+        centralised, _ = central.normalise(x, running)
+        phase = scheme.phase(step, config.switch_step())
+        normalised, seen = phase.normalise(x, running, clients=1 if phase.union else config.clients)
+        if phase.share is not None and seen is not None:
+            running = phase.share(running, seen)
+        distance.append((normalised - centralised).norm(dim=1).mean())
+    normalised, centralised = normalised.view_as(points), centralised.view_as(points)
+    distances = torch.stack(distance)
+    return RingResult(distances, points, labels, normalised, centralised, running.mean, running.var)
+
+
+def separability(points: Tensor, labels: Tensor) -> float:
+    """The share of points whose nearest class centre is that of their own class: 1 if classes lie apart.
+
+    Args:
+        points: (..., 2).
+        labels: (...).
+    """
+    points, labels = points.flatten(0, -2), labels.flatten()
+    classes = labels.unique()
+    centres = torch.stack([points[labels == c].mean(0) for c in classes])
+    nearest = classes[torch.cdist(points, centres).argmin(1)]
+    return (nearest == labels).double().mean().item()
