@@ -1,4 +1,4 @@
-"""Shared by all tests: a skipped test fails where `--no-skips` is given, unless it needs a GPU."""
+"""Shared by all tests: a skipped test fails where `--no-skips` is given, unless it needs a GPU or CIFAR-10."""
 
 import os
 
@@ -6,6 +6,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fedbatchnorm.data import cifar10
+
+# Markers of tests that need what not every machine has.
+NEEDS = {
+    "gpu": (torch.cuda.is_available, "needs a CUDA device"),
+    "cifar10": (cifar10.find, "needs CIFAR-10: set FEDBATCHNORM_DATA to the folder that holds it"),
+}
 collect_ignore = ["norm/client_with_two_devices.py"]  # a script, started by test_exchange.py
 
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
@@ -16,7 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--no-skips", action="store_true", help="a skipped test fails, unless marked gpu")
+    parser.addoption(
+        "--no-skips", action="store_true", help="a skipped test fails, unless marked gpu or cifar10"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,18 +43,18 @@ def pytest_make_collect_report(collector):
 
 
 def _refuse_skip(node, report):
-    if node.config.getoption("--no-skips") and not node.get_closest_marker("gpu"):
+    if node.config.getoption("--no-skips") and not any(map(node.get_closest_marker, NEEDS)):
         report.outcome = "failed"
         report.longrepr = f"{node.nodeid} was skipped, which --no-skips forbids: {report.longrepr}"
     return report
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for name, (there, reason) in NEEDS.items():
+        if not there():
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

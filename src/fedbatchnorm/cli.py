@@ -254,9 +254,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(configs: list[Run | Ring], where: Where) -> None:
     device = choose_device(where.device)
     start = time.monotonic()
+    runs = f"{len(configs)} runs" if len(configs) > 1 else "1 run"
+    print(f"{runs} on {describe_device(device)}, in {where.out}", flush=True)
     bar = Bar(configs, where.quiet)
-    kind = describe_device(device)
-    print(f"{len(configs)} run{'s' if len(configs) > 1 else ''} on {kind}, in {where.out}")
     try:
         with stop_on_signals() as stop:
             run_all(configs, where.out, Options(device, where.data_dir, where.checkpoint_seconds, bar, stop))

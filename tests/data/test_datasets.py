@@ -62,7 +62,7 @@ def test_an_unknown_name_gets_the_list():
         datasets.load("mnist")
 
 
-@pytest.mark.skipif(cifar10.find() is None, reason="CIFAR-10 is not here: set FEDBATCHNORM_DATA")
+@pytest.mark.cifar10
 def test_cifar10_is_complete_and_reads_as_documented():
     data = datasets.load("cifar10")
     assert data.train.x.shape == (50_000, 3, 32, 32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedbatchnorm.data import cifar10, datasets, partition
+from fedbatchnorm.data import datasets, partition
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.recipe import Recipe, learning_rate, stream
 from fedbatchnorm.simulation.schemes import SCHEMES
@@ -234,7 +234,7 @@ def test_a_model_without_batch_norm_trains_the_same_under_every_scheme():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cifar10.find() is None, reason="CIFAR-10 is not here: set FEDBATCHNORM_DATA")
+@pytest.mark.cifar10
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cifar10_folded_equals_looped_and_the_loss_falls(scheme):
     settings = {"model": "cnn", "dataset": "cifar10", "clients": 10, "batch": 10, "rounds": 12}

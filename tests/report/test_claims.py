@@ -1,0 +1,112 @@
+"""The claims: each can come out either way, and says nothing where the runs are missing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedbatchnorm.experiments.config import Run
+from fedbatchnorm.experiments.folder import Result
+from fedbatchnorm.report.claims import ACCURACY_CLAIMS, RING_CLAIMS, judge_comparison, judge_rings
+from fedbatchnorm.report.groups import Spread, comparisons, rings
+from fedbatchnorm.simulation.ring import Ring
+
+# (scheme, gamma) -> accuracy over the run's thirds, as in the paper and as in a world where it is wrong.
+PAPER = {
+    ("centralized", 1.0): (0.5, 0.7, 0.8),
+    ("fbn", 1.0): (0.5, 0.7, 0.8),
+    ("fixbn", 1.0): (0.5, 0.7, 0.79),
+    ("naive", 1.0): (0.5, 0.7, 0.79),
+    ("centralized", 0.01): (0.5, 0.7, 0.8),
+    ("fbn", 0.01): (0.5, 0.7, 0.8),
+    ("fixbn", 0.01): (0.3, 0.6, 0.78),
+    ("naive", 0.01): (0.3, 0.3, 0.4),
+    ("centralized", 0.0): (0.5, 0.7, 0.8),
+    ("fbn", 0.0): (0.5, 0.7, 0.8),
+    ("fixbn", 0.0): (0.1, 0.6, 0.75),
+    ("naive", 0.0): (0.1, 0.17, 0.15),
+}
+WRONG = {
+    (scheme, gamma): {
+        "fbn": (0.1, 0.3, 0.5),
+        "fixbn": (0.5, 0.7, 0.4 if gamma else 0.8),
+        "naive": (0.5, 0.7, 0.8),
+    }.get(scheme, (0.5, 0.7, 0.8))
+    for scheme, gamma in PAPER
+}
+
+
+def results(world, seeds=2):
+    found = []
+    for (scheme, gamma), curve in world.items():
+        for seed in range(seeds):
+            run = Run(scheme=scheme, gamma=gamma, seed=seed)
+            rows = [{"round": 100 * (i + 1), "accuracy": a} for i, a in enumerate(curve)]
+            summary = {"accuracy": curve[-1], "best_accuracy": max(curve)}
+            found.append(Result(Path(f"{scheme}-{gamma}-{seed}"), run, rows, summary, [{}], None))
+    return found
+
+
+def test_the_paper_s_numbers_agree_with_its_claims():
+    (group,) = comparisons(results(PAPER))
+    findings = judge_comparison(group)
+    assert len(findings) == len(ACCURACY_CLAIMS)
+    assert [f.claim.says for f in findings if f.agrees is not True] == []
+
+
+def test_other_numbers_do_not():
+    (group,) = comparisons(results(WRONG))
+    findings = judge_comparison(group)
+    assert [f.claim.says for f in findings if f.agrees is not False] == []
+
+
+def test_missing_runs_are_said_to_be_missing():
+    (group,) = comparisons(results({("fbn", 0.1): (0.1, 0.2, 0.3)}))
+    assert {(f.measured, f.agrees) for f in judge_comparison(group)} == {("not run", None)}
+    assert judge_rings({}) == []
+
+
+def ring_results(folder, right):
+    """Ten classes on a circle, and what each scheme makes of it: as in the paper, or the other way round."""
+    angle = torch.arange(10) * 2 * torch.pi / 10
+    circle = torch.stack([angle.cos(), angle.sin()], -1).unsqueeze(1).repeat(1, 3, 1)
+    heap = torch.randn(10, 3, 2, generator=torch.Generator().manual_seed(0)) * 0.01
+    labels = torch.arange(10).unsqueeze(1).repeat(1, 3)
+    found = []
+    for scheme in ("centralized", "fbn", "fixbn", "naive"):
+        for gamma in (1.0, 0.0):
+            apart = (scheme != "naive") == right
+            points = (circle if apart else heap) * (7 if scheme == "fixbn" and right else 1)
+            path = folder / f"{scheme}{gamma}{right}"
+            path.mkdir()
+            save_file(
+                {"normalised": points, "centralised": circle, "labels": labels}, path / "model.safetensors"
+            )
+            grows = (scheme != "fbn") == right
+            distance = 1.0 if grows and gamma == 0 else 0.2
+            found.append(
+                Result(path, Ring(scheme=scheme, gamma=gamma), [], {"distance": distance}, [{}], None)
+            )
+    return found
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_claims_on_the_ring_come_out_either_way(tmp_path, right):
+    findings = judge_rings(rings(ring_results(tmp_path, right)))
+    assert len(findings) == len(RING_CLAIMS)
+    assert {f.agrees for f in findings} == {right}
+
+
+def test_a_spread_is_mean_and_sample_deviation():
+    assert Spread.of([0.1, 0.3]) == pytest.approx((0.2, 0.1414213562, 2))
+    assert Spread.of([0.5]).percent() == "50.0"
+    assert Spread.of([0.9, 0.92]).percent() == "91.0 ± 1.4"
+
+
+def test_runs_are_compared_only_with_their_like():
+    mixed = [*results(PAPER)]
+    other = Run(scheme="fbn", gamma=0.0, lr=0.2)
+    mixed.append(Result(Path("x"), other, [], {"accuracy": 0.1, "best_accuracy": 0.1}, [{}], None))
+    groups = comparisons(mixed)
+    assert sorted(sum(map(len, g.cells.values())) for g in groups) == [1, len(PAPER) * 2]

@@ -1,0 +1,215 @@
+"""The command, as a user meets it."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+
+import pytest
+
+from fedbatchnorm.cli import COMMANDS, main
+from fedbatchnorm.data.datasets import DATASETS
+from fedbatchnorm.data.partition import PARTITIONS
+from fedbatchnorm.experiments.catalogue import FIGURES
+from fedbatchnorm.experiments.config import Run, digest
+from fedbatchnorm.experiments.folder import RunFolder
+from fedbatchnorm.simulation.models import MODELS
+from fedbatchnorm.simulation.schemes import SCHEMES
+
+SHORT = ["--rounds", "6", "--evaluate-every", "3", "--clients", "4", "--device", "cpu"]
+COMMAND = [sys.executable, "-c", "from fedbatchnorm.cli import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def call(capsys, *arguments):
+    """Exit status, output and errors of a command."""
+    try:
+        main([str(a) for a in arguments])
+        status = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+    return (status, *capsys.readouterr())
+
+
+def test_list_names_everything(capsys):
+    status, out, _ = call(capsys, "list")
+    assert status == 0
+    for name in (*SCHEMES, *DATASETS, *PARTITIONS, *MODELS, *FIGURES):
+        assert re.search(rf"^  {name} ", out, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
+def test_help_is_there_for_everything(capsys, command):
+    status, out, _ = call(capsys, *command, "--help")
+    assert status == 0
+    assert len(out) > 200
+
+
+def test_a_run_ends_with_its_accuracy_and_is_not_run_twice(capsys, tmp_path):
+    status, out, err = call(capsys, "run", "--scheme", "naive", *SHORT)
+    assert status == 0
+    assert "final accuracy" in out
+    assert err == ""  # not a terminal: no progress bar
+    folder = tmp_path / "runs" / digest(Run(scheme="naive", rounds=6, evaluate_every=3, clients=4))
+    assert str(folder.relative_to(tmp_path)) in out
+    accuracy = json.loads((folder / "summary.json").read_text())["accuracy"]
+    assert f"final accuracy {100 * accuracy:.2f}%" in out
+    status, again, _ = call(capsys, "run", "--scheme", "naive", *SHORT)
+    assert status == 0
+    assert "1 of them finished before" in again
+
+
+def test_report_draws_what_has_run(capsys, tmp_path):
+    call(capsys, "run", *SHORT, "--out", "a")
+    status, out, _ = call(capsys, "report", "a")
+    assert status == 0
+    assert "report: a/report/index.html" in out
+    assert "Figure 3" in (tmp_path / "a/report/index.html").read_text()
+
+
+def test_reproduce_runs_a_figure_and_draws_it(capsys, tmp_path):
+    status, out, _ = call(capsys, "reproduce", "fig2", "--seeds", "1", "--device", "cpu")
+    assert status == 0
+    assert "mean distance of the normalised points" in out
+    assert (tmp_path / "runs/report/fig2.png").exists()
+
+
+CIFAR10 = pytest.param("cifar10", marks=pytest.mark.cifar10)
+
+
+@pytest.mark.parametrize("name", [CIFAR10 if name == "cifar10" else name for name in DATASETS])
+def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
+    status, out, _ = call(capsys, "data", name, "--split", "dirichlet", "--plot", "p.svg")
+    assert status == 0
+    assert f"{name}: " in out
+    assert (tmp_path / "p.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--scheme", "fbm"], "scheme is 'fbm'; it must be one of centralized, fbn, fixbn, naive"),
+        (["run", "--dataset", "mnist"], "it must be one of gaussian_ring, digits, cifar10"),
+        (["run", "--partition", "x"], "it must be one of iid, gamma, dirichlet"),
+        (["run", "--model", "x"], "it must be one of cnn, mlp, resnet20, resnet18"),
+        (["run", "--gamma", "2"], "gamma is 2.0"),
+        (["run", "--clients", "5000"], "clients is 5000; it must be between 1 and 1433"),
+        (["run", "--device", "toaster"], "choose auto, cpu, cuda or mps"),
+        (["run", "--batch", "1", "--scheme", "naive"], "more than 1 value per channel"),
+        (["run", "--model", "nowhere:f"], "cannot be imported"),
+        (["run", "--dataset", "gaussian_ring", "--model", "cnn"], "use mlp"),
+        (["reproduce", "fig99"], "choose from fig1, fig2, fig3, fig5, all"),
+        (["reproduce", "fig1", "--seeds", "0"], "seeds is 0"),
+        (["report", "nowhere"], "nowhere is not a folder"),
+        (["report", "."], "holds no finished run"),
+        (["data", "mnist"], "choose from gaussian_ring, digits, cifar10"),
+        (["demo", "--seeds", "0"], "seeds is 0"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_mistake_gets_one_clear_line(capsys, arguments, message):
+    status, _, err = call(capsys, *arguments)
+    assert status == 1
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "--devise", "cpu"], ["frobnicate"], ["run", "--rounds", "x"], []], ids=str
+)
+def test_a_wrong_flag_is_explained(capsys, arguments):
+    status, _, err = call(capsys, *arguments)
+    assert status == 2
+    assert "help" in err
+
+
+def test_missing_data_says_where_to_put_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbatchnorm.data.cifar10.URL", "http://127.0.0.1:9/x.tar.gz")
+    monkeypatch.setattr(
+        "fedbatchnorm.data.cifar10.download.__defaults__", (False, "http://127.0.0.1:9/x.tar.gz", "0")
+    )
+    status, _, err = call(
+        capsys, "run", "--dataset", "cifar10", "--data-dir", tmp_path / "data", "--device", "cpu"
+    )
+    assert status == 1
+    assert "To put it there by hand" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_of_the_user_s_own_from_the_current_folder(capsys, tmp_path):
+    (tmp_path / "my_net_for_the_command.py").write_text(
+        textwrap.dedent("""
+        from torch import nn
+        def net(shape, classes):
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, classes))
+    """)
+    )
+    status, out, err = call(capsys, "run", "--model", "my_net_for_the_command:net", *SHORT)
+    assert (status, err) == (0, "")
+    assert "final accuracy" in out
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    arguments = ["run", "--rounds", "3000", "--evaluate-every", "50", "--device", "cpu", "--out", "runs"]
+    folder = RunFolder(tmp_path / "runs", Run(rounds=3000, evaluate_every=50))
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    while not folder.metrics_file.exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert re.search(r"stopped at round \d+ of 3000 .*Run the same command again to go on", err)
+    assert "Traceback" not in err
+    assert folder.checkpoints[0].exists()
+    assert not folder.finished()
+
+
+def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(tmp_path):
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (24, 150))
+    arguments = ["run", "--rounds", "150", "--evaluate-every", "10", "--device", "cpu"]
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=child, stderr=child)
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(parent, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(parent)
+    assert process.wait() == 0
+    text = shown.decode()
+    assert re.search(r"1/1 digits, fbn, gamma 0, seed 0", text)
+    assert re.search(r"accuracy \d+\.\d%", text)
+    assert re.search(r"\[\d+:\d+<\d+:\d+", text)  # passed < left
+
+
+@pytest.mark.slow
+def test_the_demo_shows_what_it_promises(capsys, tmp_path):
+    """At gamma 0 FBN is within 1.5 points of centralised training, and naive at least 15 below."""
+    status, out, _ = call(capsys, "demo")
+    assert status == 0
+    row = re.search(r"^  0  +(.*)$", out[out.index("final test accuracy") :], re.MULTILINE).group(1)
+    central, fbn, _, naive = (float(cell) for cell in re.findall(r"([\d.]+) ±", row))
+    assert abs(central - fbn) <= 1.5
+    assert naive <= central - 15
+    assert re.search(r"report: out/demo/report/index.html", out)
+    page = (tmp_path / "out/demo/report/index.html").read_text()
+    for figure in ("Figure 1", "Figure 2", "Figure 3"):
+        assert figure in page
+    levels = re.findall(r"^  (\S+)  +[\d.]+ ± ", out, re.MULTILINE)
+    assert levels == ["1", "0.1", "0"]
