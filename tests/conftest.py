@@ -1,4 +1,4 @@
-"""Shared by all tests: a skipped test fails where `--no-skips` is given, unless it needs a GPU or CIFAR-10."""
+"""Shared by all tests. Where `--no-skips` is given, a skipped test fails, unless it needs what is rare."""
 
 import os
 

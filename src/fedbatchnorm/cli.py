@@ -268,8 +268,7 @@ def _run(configs: list[Run | Ring], where: Where) -> None:
 
 def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
     """Final accuracies of these runs, as plain text."""
-    from .report.groups import Spread, comparisons, rings
-    from .report.page import final_table
+    from .report.groups import Spread, comparisons, final_table, rings
 
     wanted = {digest(config) for config in configs}
     results = [r for r in read_results(root)[0] if r.path.name in wanted]

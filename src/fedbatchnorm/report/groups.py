@@ -105,6 +105,18 @@ def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | Non
     return None
 
 
+def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Final accuracies in percent: the header, and a row for each level of heterogeneity."""
+    header = [group.parameter or "partition", *group.labels()]
+    rows = []
+    for level in group.levels():
+        cells = [group.final(label, level) for label in group.labels()]
+        rows.append(
+            ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
+        )
+    return header, rows
+
+
 def _order(parameter: str | None) -> int:
     return {"gamma": 2, "alpha": 1}.get(parameter or "", 0)
 

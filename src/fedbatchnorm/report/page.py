@@ -15,7 +15,7 @@ from ..experiments.config import Run, describe
 from ..experiments.folder import Result, read_results
 from . import figures
 from .claims import judge_comparison, judge_rings
-from .groups import Comparison, comparisons, counterpart, rings
+from .groups import Comparison, comparisons, counterpart, final_table, rings
 
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
@@ -54,18 +54,6 @@ def write_report(root: Path, out: Path | None = None) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(template.render(content), encoding="utf-8")
     return page
-
-
-def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Final accuracies in percent: the header, and a row for each level of heterogeneity."""
-    header = [group.parameter or "partition", *group.labels()]
-    rows = []
-    for level in group.levels():
-        cells = [group.final(label, level) for label in group.labels()]
-        rows.append(
-            ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
-        )
-    return header, rows
 
 
 def _ring_sections(ring: dict[tuple[str, float], list[Result]], out: Path) -> list[dict[str, Any]]:
