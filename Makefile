@@ -9,7 +9,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
 	@echo "make test    lint, types, import layers and tests"
-	@echo "make bench   speed of the layers against torch's BatchNorm"
+	@echo "make bench   speed of the layers and of a whole round"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -22,7 +22,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/gaussian_ring.py
+	$(BIN)/fedbatchnorm demo
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -35,6 +35,7 @@ test: lint
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layer.py
+	$(BIN)/python benchmarks/round.py
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

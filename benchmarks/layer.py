@@ -9,25 +9,17 @@ The figure is the ratio of the medians. The C library is told to keep freed memo
 back and faults in every large tensor anew, which takes longer than the work itself and varies by run.
 """
 
-import argparse
-import json
-import os
-import platform
-import re
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import torch
+from common import arguments, keep_memory, ratio, write
 from torch import nn
 
 import fedbatchnorm as fbn
 
 SHAPES = [(50, 64, 32, 32), (500, 128, 16, 16)]
 WARM_UP = 4
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -62,36 +54,8 @@ def measure(shape, layout, device, rounds):
     return times
 
 
-def ratio(times, name, base):
-    return statistics.median(times[name]) / statistics.median(times[base])
-
-
-def machine(device):
-    """What the figures were measured on."""
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        cpu = Path("/proc/cpuinfo")
-        models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
-        name = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-    return {"name": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
-
-
-def commit():
-    """The commit that was measured, marked if there is more in the folder."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"  # noqa: S603
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
-    parser.add_argument("--json", help="also write the results to this file")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device here")
+    args = arguments(__doc__, rounds=41)
     rows = []
     print(
         f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
@@ -113,17 +77,9 @@ def main():
                 f"{row['eager']:>13.2f} {row['compiled']:>16.2f}",
                 flush=True,
             )
-    if args.json:
-        result = {
-            "commit": args.commit or commit(),
-            "machine": machine(args.device),
-            "rounds": args.rounds,
-            "rows": rows,
-        }
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    write(args, {"rounds": args.rounds, "rows": rows})
 
 
 if __name__ == "__main__":
-    if not KEEP_MEMORY.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)  # noqa: S606
+    keep_memory()
     main()

@@ -55,14 +55,19 @@ def environment(device: torch.device) -> dict[str, object]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of this code, marked if it was changed since; None where it is not in a repository."""
+    """The commit of this code, marked if it was changed since; None where it is not in a repository.
+
+    $FEDBATCHNORM_COMMIT says it for a copy of the code that has left its repository.
+    """
+    if os.environ.get("FEDBATCHNORM_COMMIT"):
+        return os.environ["FEDBATCHNORM_COMMIT"]
     package = Path(__file__).parents[1]
     try:
         _git(package, "ls-files", "--error-unmatch", "__init__.py")  # another repository may be around us
         changed = "-changed" if _git(package, "status", "--porcelain", "--", ".") else ""
         return _git(package, "rev-parse", "HEAD")[:12] + changed
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FEDBATCHNORM_COMMIT")
+        return None
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,0 +1,5 @@
+"""`python -m fedbatchnorm` is the command `fedbatchnorm`."""
+
+from .cli import main
+
+main()
