@@ -8,41 +8,89 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "results" / "benchmarks"
 
-HEAD = """# Speed of the layers
+HEAD = """# Speed
 
-Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit.
+Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit. Contenders take turns in one
+run, so that whatever else the machine does hits all of them; figures are medians, and ratios of medians.
+"""
 
-FBN's training forward and backward over that of torch's BatchNorm in training mode, in one run: below 1
-FBN is faster. Each figure is a ratio of medians over rounds in which all contenders took turns.
+LAYERS = """
+## Layers
+
+FBN's training forward and backward over that of torch's BatchNorm in training mode: below 1 FBN is faster.
 `python benchmarks/layer.py` measures it on your machine. On a GPU a single eager layer takes the same time
 for five times the data: what is compared there is the host launching kernels, of which FBN has more.
 """
 
+ROUNDS = """
+## A federated round
 
-def section(result):
+`python benchmarks/round.py` measures it on your machine. The loop is what one would write with the library
+and no simulator: the clients' forward and backward one after another, `collect`, `merge`. Plain PyTorch is a
+centralised step on the merged batch with torch's own BatchNorm and SGD. On a CPU the simulator puts as many
+clients into a pass as fit the cache: for the large network that is one, and the round takes what the loop
+takes; for the small one it is all of them. In default settings the C library gives the memory of large
+activations back and faults it in anew, which is why whole batches of 500 take longer than ten of 50.
+"""
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def origin(result, rounds):
     machine = result["machine"]
-    lines = [
-        f"\n## {machine['name']}\n",
-        f"torch {machine['torch']}, {machine['threads']} threads, {result['rounds']} rounds, "
-        f"commit {result['commit']}.\n",
-        "| shape | layout | BatchNorm, eager (ms) | FBN / BatchNorm, eager | FBN / BatchNorm, compiled |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in result["rows"]:
-        shape = " x ".join(map(str, row["shape"]))
-        cells = (
-            shape,
+    return (
+        f"\n### {machine['name']}\n\ntorch {machine['torch']}, {machine['threads']} threads, {rounds}"
+        f"commit {result['commit']}.\n\n"
+    )
+
+
+def layers(result):
+    rows = [
+        [
+            " x ".join(map(str, row["shape"])),
             row["layout"],
             f"{row['batchnorm_ms']:.2f}",
             f"{row['eager']:.2f}",
             f"{row['compiled']:.2f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        ]
+        for row in result["rows"]
+    ]
+    header = [
+        "shape",
+        "layout",
+        "BatchNorm, eager (ms)",
+        "FBN / BatchNorm, eager",
+        "FBN / BatchNorm, compiled",
+    ]
+    return origin(result, f"{result['rounds']} rounds, ") + table(header, rows)
+
+
+def federated_rounds(result):
+    text = origin(result, "")
+    for row in result["rows"]:
+        ms = row["ms"]
+        loop, plain = ms["FBN, a plain loop over clients"], ms["centralised, plain PyTorch"]
+        rows = [[k, f"{v:.2f}", f"{v / loop:.2f}", f"{v / plain:.2f}"] for k, v in ms.items()]
+        text += f"{row['case']} ({row['rounds']} rounds):\n\n"
+        text += table(["way", "ms", "over the loop", "over plain centralised"], rows) + "\n"
+        if "outside" in row:
+            share = f"{100 * row['outside']:.1f}%"
+            text += (
+                f"{share} of the simulator's FBN round is outside the model's own forward and backward.\n\n"
+            )
+    return text.rstrip("\n") + "\n"
 
 
 def page():
-    return HEAD + "".join(section(json.loads(f.read_text())) for f in sorted(RESULTS.glob("layer-*.json")))
+    def sections(pattern, section):
+        return "".join(section(json.loads(f.read_text())) for f in sorted(RESULTS.glob(pattern)))
+
+    return (
+        HEAD + LAYERS + sections("layer-*.json", layers) + ROUNDS + sections("round-*.json", federated_rounds)
+    )
 
 
 if __name__ == "__main__":
