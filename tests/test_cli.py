@@ -105,6 +105,7 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["run", "--gamma", "2"], "gamma is 2.0"),
         (["run", "--clients", "5000"], "clients is 5000; it must be between 1 and 1433"),
         (["run", "--device", "toaster"], "choose auto, cpu, cuda or mps"),
+        (["run", "--device", "meta"], "choose auto, cpu, cuda or mps"),
         (["run", "--batch", "1", "--scheme", "naive"], "more than 1 value per channel"),
         (["run", "--model", "nowhere:f"], "cannot be imported"),
         (["run", "--dataset", "gaussian_ring", "--model", "cnn"], "use mlp"),
@@ -173,6 +174,29 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert "Traceback" not in err
     assert folder.checkpoints[0].exists()
     assert not folder.finished()
+
+
+def test_a_damaged_run_is_named(capsys, tmp_path):
+    call(capsys, "run", *SHORT)
+    (folder,) = (tmp_path / "runs").iterdir()
+    (folder / "summary.json").write_text("{")
+    status, _, err = call(capsys, "run", *SHORT)
+    assert status == 1
+    assert f"runs/{folder.name} is damaged" in err
+
+
+def test_a_file_in_the_current_folder_does_not_stand_in_for_a_library(tmp_path):
+    (tmp_path / "sklearn.py").write_text("raise SystemExit('executed')")
+    done = subprocess.run([*COMMAND[:1], "-P", *COMMAND[1:], "run", *SHORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    process = subprocess.Popen([*COMMAND, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    process.wait()
 
 
 def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(tmp_path):

@@ -1,5 +1,7 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -18,7 +20,7 @@ from .experiments import catalogue
 from .experiments.config import USUAL, Run, describe, digest
 from .experiments.environment import choose_device, describe_device
 from .experiments.folder import BusyError, read_results
-from .experiments.runner import Options, Stopped, Watcher, run_all, stop_on_signals
+from .experiments.runner import Options, Stopped, Watcher, run_all
 from .simulation.models import MODELS
 from .simulation.recipe import stream
 from .simulation.ring import Ring
@@ -27,7 +29,7 @@ from .simulation.schemes import SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where to run, and where to put what comes out. None of this changes a result."""
+    """Where to run, and where to put what comes out: not part of a run's name."""
 
     out: Path = Path("runs")
     """Folder of the runs: one folder for each configuration, named after its hash."""
@@ -70,6 +72,10 @@ class Bar(Watcher):
         self.skipped += 1
         self.bar.total -= config.rounds or 0
 
+    def stopping(self) -> None:
+        """Say that the first Ctrl-C was heard."""
+        print("\nstopping after this round (again to stop at once)", file=sys.stderr)
+
 
 def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> None:
     """See in about a minute why BatchNorm fails in federated learning, and FBN does not.
@@ -104,8 +110,14 @@ def run(
 
     Example: fedbatchnorm run --dataset cifar10 --scheme fbn --partition gamma --gamma 0 --seed 0
     """
+    if ":" in (config.model or ""):
+        sys.path.append(str(Path.cwd()))  # for a model of the user's own
     _run([config], where)
-    results, _ = read_results(where.out / digest(config))
+    results, left_out = read_results(where.out / digest(config))
+    if not results:
+        raise ValueError(
+            f"{where.out / digest(config)} is damaged ({left_out[0][1]}): delete it and run again"
+        )
     summary = results[0].summary
     print(f"final accuracy {100 * summary['accuracy']:.2f}%, best {100 * summary['best_accuracy']:.2f}%")
     print(f"run folder: {where.out / digest(config)}")
@@ -228,7 +240,6 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened."""
-    sys.path.insert(0, "")  # for models of the user's own, named as package.module:function
     description = "BatchNorm for federated learning: simulate, reproduce the paper's figures, report."
     try:
         tyro.extras.subcommand_cli_from_dict(
@@ -238,12 +249,14 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )
+    except BrokenPipeError:  # `fedbatchnorm list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError, cifar10.DataError, BusyError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Stopped as stopped:
         print(f"\n{stopped}. Run the same command again to go on.", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + (stopped.signal or signal.SIGINT))
     except KeyboardInterrupt:
         print(
             "\nstopped at once; what was saved stays. Run the same command again to go on.", file=sys.stderr
@@ -258,8 +271,8 @@ def _run(configs: list[Run | Ring], where: Where) -> None:
     print(f"{runs} on {describe_device(device)}, in {where.out}", flush=True)
     bar = Bar(configs, where.quiet)
     try:
-        with stop_on_signals() as stop:
-            run_all(configs, where.out, Options(device, where.data_dir, where.checkpoint_seconds, bar, stop))
+        options = Options(device, where.data_dir, where.checkpoint_seconds, bar, signals=True)
+        run_all(configs, where.out, options)
     finally:
         bar.bar.close()
     again = f", {bar.skipped} of them finished before" if bar.skipped else ""
@@ -272,8 +285,7 @@ def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
 
     wanted = {digest(config) for config in configs}
     results = [r for r in read_results(root)[0] if r.path.name in wanted]
-    ring = rings(results)
-    if ring:
+    for ring in rings(results):
         levels = sorted({gamma for _, gamma in ring}, reverse=True)
         rows = []
         for scheme in SCHEMES:

@@ -116,10 +116,11 @@ def test_runs_that_cannot_be_read_are_listed_and_the_others_are_read(tmp_path):
         "hostile": {"config.json": '{"kind": "ring", "x": 1}', "summary.json": "{}"},
         "torn": {"config.json": '{"kind"', "summary.json": "{}"},
         "fine": {
-            "config.json": '{"kind": "ring"}',
-            "summary.json": '{"distance": 1.0}',
-            "metrics.jsonl": '{"round": 1}\n',
+            "config.json": '{"kind": "training"}',
+            "summary.json": '{"accuracy": 1.0, "best_accuracy": 1.0}',
+            "metrics.jsonl": '{"round": 1, "accuracy": 1.0}\n',
             "environment.json": "[{}]",
+            "holdings.json": '{"classes": ["a"], "samples": [[1]]}',
         },
     }.items():
         (tmp_path / name).mkdir()

@@ -1,6 +1,7 @@
 """A run is a function of its configuration: the same bits again, however often it is interrupted."""
 
 import contextlib
+import importlib
 import json
 import random
 import signal
@@ -128,7 +129,7 @@ def test_sigkill_at_random_points_changes_nothing(tmp_path):
     subprocess.run([*command, tmp_path / "killed", *arguments, "0.02"], check=True)
     assert outcome(tmp_path / "killed", config) == outcome(tmp_path / "whole", config)
     sessions = json.loads((folder.path / "environment.json").read_text())
-    assert [s["from_round"] for s in sessions] == sorted({s["from_round"] for s in sessions})
+    assert [s["from_round"] for s in sessions] == sorted(s["from_round"] for s in sessions)
     assert sessions[-1]["from_round"] > 0
 
 
@@ -162,3 +163,67 @@ def test_a_ring_run_holds_its_points(tmp_path):
     rows, _ = outcome(tmp_path, Ring(rounds=4))
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert load_file(path / "model.safetensors")["normalised"].shape == (10, 30, 2)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's own; returns what writes it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(text):
+        sys.modules.pop("model_of_the_user", None)
+        importlib.invalidate_caches()
+        (tmp_path / "model_of_the_user.py").write_text("from torch import nn\nimport torch\n" + text)
+
+    yield write
+    sys.modules.pop("model_of_the_user", None)
+
+
+TIED = """
+def net():
+    a, b = nn.Linear(64, 64), nn.Linear(64, 64)
+    b.weight = a.weight
+    return nn.Sequential(nn.Flatten(), a, nn.BatchNorm1d(64), b, nn.Linear(64, 10))
+"""
+CHANNELS_LAST = """
+def net():
+    conv = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10))
+    return conv.to(memory_format=torch.channels_last)
+"""
+
+
+@pytest.mark.parametrize("text", [TIED, CHANNELS_LAST], ids=["tied weights", "channels_last"])
+def test_unusual_models_are_saved_and_resumed(tmp_path, own, text):
+    own(text)
+    config = Run(model="model_of_the_user:net", **SHORT)
+    run_all([config], tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        run_all([config], tmp_path / "broken", Options(checkpoint_seconds=0, watcher=Crash(9)))
+    run_all([config], tmp_path / "broken")
+    assert outcome(tmp_path / "broken", config) == outcome(tmp_path / "whole", config)
+
+
+def test_changed_code_of_a_model_is_another_run(tmp_path, own):
+    own("def net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))")
+    config = Run(model="model_of_the_user:net", **SHORT)
+    (one,) = run_all([config], tmp_path / "runs")
+    own("def net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, 10))")
+    (two,) = run_all([config], tmp_path / "runs")
+    assert one != two
+    assert (two / "summary.json").exists()
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    config = Run(**SHORT)
+    real, calls = RunFolder.finished, []
+
+    def finished_only_later(folder):
+        calls.append(folder)
+        return len(calls) > 1 and real(folder)
+
+    run_all([config], tmp_path)
+    before = outcome(tmp_path, config)
+    monkeypatch.setattr(RunFolder, "finished", finished_only_later)
+    run_all([config], tmp_path, Options(watcher=Crash(1)))
+    assert outcome(tmp_path, config) == before

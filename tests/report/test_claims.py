@@ -64,7 +64,7 @@ def test_other_numbers_do_not():
 def test_missing_runs_are_said_to_be_missing():
     (group,) = comparisons(results({("fbn", 0.1): (0.1, 0.2, 0.3)}))
     assert {(f.measured, f.agrees) for f in judge_comparison(group)} == {("not run", None)}
-    assert judge_rings({}) == []
+    assert {(f.measured, f.agrees) for f in judge_rings({}, "figure")} == {("not run", None)}
 
 
 def ring_results(folder, right):
@@ -93,7 +93,8 @@ def ring_results(folder, right):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_claims_on_the_ring_come_out_either_way(tmp_path, right):
-    findings = judge_rings(rings(ring_results(tmp_path, right)))
+    (ring,) = rings(ring_results(tmp_path, right))
+    findings = judge_rings(ring, "figure 1") + judge_rings(ring, "figure 2")
     assert len(findings) == len(RING_CLAIMS)
     assert {f.agrees for f in findings} == {right}
 
@@ -109,4 +110,5 @@ def test_runs_are_compared_only_with_their_like():
     other = Run(scheme="fbn", gamma=0.0, lr=0.2)
     mixed.append(Result(Path("x"), other, [], {"accuracy": 0.1, "best_accuracy": 0.1}, [{}], None))
     groups = comparisons(mixed)
+    assert {g.title().endswith("lr 0.2") for g in groups} == {True, False}
     assert sorted(sum(map(len, g.cells.values())) for g in groups) == [1, len(PAPER) * 2]

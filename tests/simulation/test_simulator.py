@@ -1,6 +1,7 @@
 """The folded round equals a plain loop over clients, for every scheme, to the last few digits."""
 
 import copy
+import io
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from fedbatchnorm.data import datasets, partition
 from fedbatchnorm.simulation import models
+from fedbatchnorm.simulation.fold import unfold
 from fedbatchnorm.simulation.recipe import Recipe, learning_rate, stream
 from fedbatchnorm.simulation.schemes import SCHEMES
 from fedbatchnorm.simulation.simulator import Simulation, draw
@@ -215,6 +217,73 @@ def test_a_layer_without_statistics_is_named():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, 10))
     with pytest.raises(ValueError, match="layer '1': track_running_stats is False"):
         Simulation(model, data, parts, Recipe(clients=2))
+
+
+def digits_with(model, **recipe):
+    data = datasets.load("digits")
+    parts = partition.iid(data.train.y.numpy(), 2, stream(0, "partition"))
+    return Simulation(model, data, parts, Recipe(**{"clients": 2, "batch": 4, "rounds": 2} | recipe))
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) * 0
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.line(x.flatten(1)), x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Flatten(), Own(64), nn.Linear(64, 10)), "layer '1': Own has its own forward"),
+        (nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(), nn.Linear(64, 10)), "layer '1': it is lazy"),
+        (Pair(), r"the model returned tuple; it must be a score for each of 10 classes"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), r"the model returned \(1, 5\)"),
+        (nn.Sequential(nn.Conv2d(3, 4, 1)), r"the model failed on an input of shape \(1, \*\(1, 8, 8\)\)"),
+        (nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(10)), "no parameter to train"),
+    ],
+    ids=["own forward", "lazy", "tuple", "too few", "wrong input", "nothing to train"],
+)
+def test_a_model_that_cannot_be_trained_is_refused_with_the_reason(model, message):
+    with pytest.raises(ValueError, match=message):
+        digits_with(model)
+
+
+def test_a_model_can_be_simulated_again_and_used_afterwards():
+    model = models.build("mlp", (1, 8, 8), 10, seed=0)
+    for scheme in ("naive", "fbn"):
+        digits_with(model, scheme=scheme).round()
+    assert type(unfold(model)[3]) is nn.BatchNorm1d
+    torch.save(model, io.BytesIO())
+    tracked = int(model[3].num_batches_tracked)
+    model.train()(torch.randn(4, 1, 8, 8))
+    assert int(model[3].num_batches_tracked) == tracked + 1
+
+
+def test_a_parameter_without_a_gradient_moves_on_with_its_momentum():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.turn = nn.Linear(64, 10), nn.Linear(64, 10), 0
+
+        def forward(self, x):
+            x = x.flatten(1)
+            self.turn += self.training
+            return self.a(x) + (self.b(x) if self.turn <= 1 else 0)
+
+    simulation = digits_with(Sometimes(), momentum=0.5, lr=0.1, precision="float64")
+    simulation.round()
+    before, velocity = simulation.model.b.bias.clone(), simulation.velocity[3].clone()
+    simulation.round()
+    rate = learning_rate(simulation.recipe, 1)
+    torch.testing.assert_close(simulation.model.b.bias, before - rate * 0.5 * velocity)
 
 
 def test_a_model_without_batch_norm_trains_the_same_under_every_scheme():

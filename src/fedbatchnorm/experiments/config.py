@@ -1,8 +1,10 @@
 """What determines a run, as frozen dataclasses; a run's folder is named after the hash of it."""
 
 import hashlib
+import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ..data.datasets import DATASETS
@@ -78,6 +80,17 @@ class Run(Recipe):
         return {k: v for k, v in asdict(self).items() if k not in unused} | {"switch": switch}
 
 
+def source_digest(model: str) -> str | None:
+    """A hash of the file that defines a user's own model; None if it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(model.partition(":")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
+
+
 KINDS: dict[str, type[Run] | type[Ring]] = {"training": Run, "ring": Ring}
 
 
@@ -94,6 +107,8 @@ def digest(config: Run | Ring) -> str:
         True
     """
     content = {"format": _FORMAT, "kind": kind_of(config), **config.identity()}
+    if isinstance(config, Run) and ":" in (config.model or ""):
+        content["source"] = source_digest(config.model or "")  # changed code is another model
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -103,7 +118,7 @@ def to_json(config: Run | Ring) -> dict[str, Any]:
 
 
 def from_json(content: Any) -> Run | Ring:
-    """The configuration in a `config.json`; an unknown, missing or impossible field is an error."""
+    """The configuration in a `config.json`; an unknown or impossible field is an error."""
     if not isinstance(content, dict) or content.get("kind") not in KINDS:
         raise ValueError(f"not a configuration: its kind must be one of {', '.join(KINDS)}")
     given = {k: v for k, v in content.items() if k != "kind"}

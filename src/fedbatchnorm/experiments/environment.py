@@ -20,9 +20,11 @@ def choose_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("nothing here is written for it")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
+        why = str(error).splitlines()[0][:80]
         raise ValueError(f"device {name!r} cannot be used ({why}); choose auto, cpu, cuda or mps") from None
     return device
 

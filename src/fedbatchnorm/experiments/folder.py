@@ -70,7 +70,7 @@ class RunFolder:
     def append(self, row: dict[str, Any]) -> None:
         """Add a line to the metrics. What is not finite becomes null, which JSON can say."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        with self.metrics_file.open("a") as file:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean) + "\n")
 
     def save_checkpoint(self, tensors: dict[str, Tensor], step: int, seconds: float) -> None:
@@ -81,6 +81,7 @@ class RunFolder:
                 os.fsync(file.fileno())
                 length = file.seek(0, os.SEEK_END)
         facts = {"step": str(step), "metrics_bytes": str(length), "seconds": repr(seconds)}
+        tensors = _plain(tensors)
         content = save(tensors, facts | {"digest": _digest(tensors, facts)})
         newest, older = self.checkpoints
         if newest.exists():
@@ -100,7 +101,7 @@ class RunFolder:
 
     def finish(self, tensors: dict[str, Tensor], summary: dict[str, Any]) -> None:
         """Write the weights, then the summary, which makes the run complete; drop the checkpoints."""
-        write_bytes(self.path / "model.safetensors", save(tensors))
+        write_bytes(self.path / "model.safetensors", save(_plain(tensors)))
         write_json(self.path / "summary.json", summary)
         for path in self.checkpoints:
             path.unlink(missing_ok=True)
@@ -123,26 +124,57 @@ class Result(NamedTuple):
 
 
 def read_results(root: Path) -> tuple[list[Result], list[tuple[str, str]]]:
-    """All finished runs below `root`, and (folder, why) for those that are not finished or unreadable."""
-    results, left_out = [], []
+    """All finished runs below `root`, and (folder, why) for those that are left out.
+
+    Left out are runs that are not finished or not readable, and copies: one result for a configuration.
+    """
+    found: dict[Run | Ring, Result] = {}
+    left_out = []
     for path in sorted(p.parent for p in Path(root).rglob("config.json")):
         try:
             if not (path / "summary.json").is_file():
                 left_out.append((path.name, "not finished: run the same command again to go on"))
                 continue
-            holdings = path / "holdings.json"
-            result = Result(
-                path,
-                from_json(_read_json(path / "config.json")),
-                [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()],
-                _read_json(path / "summary.json"),
-                _read_json(path / "environment.json"),
-                _read_json(holdings) if holdings.exists() else None,
-            )
-            results.append(result)
-        except (OSError, ValueError, TypeError) as error:
-            left_out.append((path.name, f"unreadable: {error}"))
-    return results, left_out
+            result = _read_result(path)
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            SafetensorError,
+        ) as error:
+            left_out.append((path.name, f"unreadable: {type(error).__name__}: {error}"))
+            continue
+        first = found.setdefault(result.config, result)
+        if first is not result:
+            left_out.append((str(path), f"the same configuration as {first.path}"))
+    return list(found.values()), left_out
+
+
+def _read_result(path: Path) -> Result:
+    """What a folder holds; some error if anything in it is not what it should be."""
+    config = from_json(_read_json(path / "config.json"))
+    text = (path / "metrics.jsonl").read_text(encoding="utf-8")
+    metrics = [json.loads(line) for line in text.splitlines()]
+    summary, environment = _read_json(path / "summary.json"), _read_json(path / "environment.json")
+    measure = "distance" if isinstance(config, Ring) else "accuracy"
+    for row in metrics:
+        row["round"] + row[measure]
+    float(summary[measure])
+    environment[-1].get("device")
+    holdings = None
+    if isinstance(config, Ring):
+        with safe_open(path / "model.safetensors", "pt") as file:
+            for name in ("points", "labels", "normalised", "centralised"):
+                file.get_slice(name)
+    else:
+        float(summary["best_accuracy"])
+        holdings = _read_json(path / "holdings.json")
+        if {len(row) for row in holdings["samples"]} != {len(holdings["classes"])}:
+            raise ValueError("holdings.json: not a count for each class")
+    return Result(path, config, metrics, summary, environment, holdings)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -161,7 +193,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, each in memory of its own: tied weights and other layouts cannot be written."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
@@ -181,5 +218,5 @@ def _digest(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
     content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         content.update(name.encode())
-        content.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        content.update(tensors[name].flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()

@@ -24,7 +24,9 @@ from .folder import RunFolder, write_json
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
-    """The user asked to stop; everything up to the last round is saved."""
+    """The user asked to stop; everything up to the last round is saved. `signal` is how, if by a signal."""
+
+    signal: int | None = None
 
 
 class Watcher:
@@ -39,6 +41,9 @@ class Watcher:
     def skip(self, config: Run | Ring) -> None:
         """A run was finished before."""
 
+    def stopping(self) -> None:
+        """The user asked to stop; the round that is running comes to its end first."""
+
 
 class Options(NamedTuple):
     """How to run, which does not change the result."""
@@ -48,6 +53,7 @@ class Options(NamedTuple):
     checkpoint_seconds: float = 30.0
     watcher: Watcher = Watcher()
     stop: Callable[[], bool] = lambda: False
+    signals: bool = False  # Ctrl-C and SIGTERM stop after the current round
 
 
 def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None = None) -> list[Path]:
@@ -60,18 +66,13 @@ def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None =
         if folder.finished():
             options.watcher.skip(config)
             continue
-        if isinstance(config, Ring):
-            with folder.open():
-                _ring(config, folder, options)
-        else:
-            simulation, held = federation(
-                config, options.device, options.data_dir
-            )  # before there is a folder
-            with folder.open():
-                write_json(folder.path / "holdings.json", held)
-                _train(config, simulation, folder, options)
-        if options.stop():
-            raise Stopped(f"stopped after {describe(config)}")
+        # Set up before there is a folder: what cannot start leaves none.
+        work = _ring(config) if isinstance(config, Ring) else _training(config, options)
+        with folder.open():
+            if folder.finished():  # by another process, in the meantime
+                options.watcher.skip(config)
+            else:
+                work(folder, options)
     return folders
 
 
@@ -90,27 +91,42 @@ def federation(config: Run, device: torch.device, data_dir: Path | None) -> tupl
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the run after the current round; a second Ctrl-C ends it at once."""
+def _listening(options: Options) -> Iterator[list[int]]:
+    """Collect signals while rounds are running: the first stops after the round, a second at once."""
     asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+    if not options.signals or threading.current_thread() is not threading.main_thread():
+        yield asked
         return
 
     def ask(number, frame):
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
+        options.watcher.stopping()
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(asked)
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _train(config: Run, simulation: Simulation, folder: RunFolder, options: Options) -> None:
+def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], None]:
+    """Load and set up all that a run needs; what is returned trains it."""
+    simulation, held = federation(config, options.device, options.data_dir)
+
+    def work(folder: RunFolder, options: Options) -> None:
+        write_json(folder.path / "holdings.json", held)
+        with _listening(options) as asked:
+            _train(config, simulation, folder, options, asked)
+
+    return work
+
+
+def _train(
+    config: Run, simulation: Simulation, folder: RunFolder, options: Options, asked: list[int]
+) -> None:
     """Train to the end, from the last checkpoint if there is one."""
     loss = torch.zeros((), device=options.device)  # of the rounds since the last evaluation
     before = 0.0
@@ -132,13 +148,21 @@ def _train(config: Run, simulation: Simulation, folder: RunFolder, options: Opti
             loss.zero_()
         options.watcher.advance(1, metrics)
         now = time.monotonic()
-        stop = options.stop() and simulation.step < rounds
+        stop = bool(options.stop() or asked) and simulation.step < rounds
         if stop or now - saved_at > options.checkpoint_seconds:
             folder.save_checkpoint(simulation.state() | {"loss": loss}, simulation.step, before + now - start)
             saved_at = now
         if stop:
-            raise Stopped(f"stopped at round {simulation.step} of {rounds} ({describe(config)})")
+            _stop(f"stopped at round {simulation.step} of {rounds} ({describe(config)})", asked)
     folder.finish(simulation.model.state_dict(), _summary(folder))
+    if asked:
+        _stop(f"stopped after {describe(config)}", asked)
+
+
+def _stop(message: str, asked: list[int]) -> None:
+    stopped = Stopped(message)
+    stopped.signal = asked[0] if asked else None
+    raise stopped
 
 
 def _evaluate(simulation: Simulation, config: Run, loss: torch.Tensor) -> dict[str, Any]:
@@ -155,23 +179,26 @@ def _evaluate(simulation: Simulation, config: Run, loss: torch.Tensor) -> dict[s
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
-    rows = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in folder.metrics_file.read_text(encoding="utf-8").splitlines()]
     last = rows[-1]
     best = max(row["accuracy"] for row in rows)
     return {key: last[key] for key in ("accuracy", "loss", "round", "seconds")} | {"best_accuracy": best}
 
 
-def _ring(config: Ring, folder: RunFolder, options: Options) -> None:
+def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
     """All rounds in one go: it takes a fraction of a second, so there is nothing to resume."""
-    folder.restore()
-    _note_environment(folder, torch.device("cpu"), 0)
-    options.watcher.begin(config, 0)
-    result = normalise_ring(config)
-    for i, distance in enumerate(result.distance.tolist()):
-        folder.append({"round": i + 1, "distance": distance})
-    options.watcher.advance(config.rounds, None)
-    tensors = {k: v.contiguous() for k, v in result._asdict().items()}
-    folder.finish(tensors, {"distance": result.distance.mean().item()})
+
+    def work(folder: RunFolder, options: Options) -> None:
+        folder.restore()
+        _note_environment(folder, torch.device("cpu"), 0)
+        options.watcher.begin(config, 0)
+        result = normalise_ring(config)
+        for i, distance in enumerate(result.distance.tolist()):
+            folder.append({"round": i + 1, "distance": distance})
+        options.watcher.advance(config.rounds, None)
+        folder.finish(result._asdict(), {"distance": result.distance.mean().item()})
+
+    return work
 
 
 def _note_environment(folder: RunFolder, device: torch.device, step: int) -> None:

@@ -84,7 +84,7 @@ def inspect(model: nn.Module) -> list[Finding]:
     """
     findings = []
     for name, layer in _batch_norms(model):
-        kind, problem = type(layer).__name__, _problem(layer)
+        kind, problem = type(layer).__name__, conversion_problem(layer)
         becomes = None
         if not problem:
             becomes = kind if isinstance(layer, FederatedBatchNorm) else federated_class(type(layer)).__name__
@@ -104,7 +104,7 @@ def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
     return layers
 
 
-def _problem(layer: nn.Module) -> str | None:
+def conversion_problem(layer: nn.Module) -> str | None:
     """Why a BatchNorm cannot be federated, and what to do; None if it can."""
     if isinstance(layer, torch.jit.ScriptModule):
         return "it is scripted and cannot be changed; convert the model before torch.jit"

@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from ..experiments.folder import Result
 from ..simulation.schemes import SCHEMES
-from .groups import Comparison, Spread
+from .groups import Comparison, Rings, Spread
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS, _LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
@@ -55,7 +54,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 @styled
-def figure1(ring: dict[tuple[str, float], list[Result]]) -> Figure:
+def figure1(ring: Rings) -> Figure:
     """Points before and after normalisation, centralised and naive, one class a client."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -76,7 +75,7 @@ def figure1(ring: dict[tuple[str, float], list[Result]]) -> Figure:
 
 
 @styled
-def figure2(ring: dict[tuple[str, float], list[Result]]) -> Figure:
+def figure2(ring: Rings) -> Figure:
     """FBN's and FixBN's points after the last round, and every scheme's distance from centralised."""
     figure = Figure(figsize=(11, 3.9), layout="constrained")
     *pictures, error = figure.subplots(1, 3)
@@ -172,7 +171,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.svg", folder / f"{name}.png"]
-    files[0].write_text(svg(figure, standalone=True))
+    files[0].write_text(svg(figure, standalone=True), encoding="utf-8")
     with mpl.rc_context(_STYLE):
         figure.savefig(files[1], dpi=150, metadata={"Software": None})
     return files

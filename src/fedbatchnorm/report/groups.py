@@ -1,12 +1,15 @@
 """Results brought together: runs that differ in scheme, heterogeneity and seed alone make one comparison."""
 
 import statistics
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ..experiments.config import Run
 from ..experiments.folder import Result
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
+
+Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' results, seed 0 first
 
 
 class Spread(NamedTuple):
@@ -38,9 +41,14 @@ class Comparison(NamedTuple):
     cells: dict[tuple[str, float | None], list[Result]]
 
     def title(self) -> str:
-        """What was run, in words."""
+        """What was run, in words; settings that are not the usual ones are named."""
         run = self.example
-        return f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
+        text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
+        usual = vars(Run(dataset=run.dataset, rounds=run.rounds))
+        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every"):
+            if getattr(run, name) != usual[name]:
+                text += f", {name.replace('_', ' ')} {getattr(run, name)}"
+        return text
 
     def levels(self) -> list[float | None]:
         """The levels, from alike to heterogeneous."""
@@ -76,31 +84,33 @@ class Comparison(NamedTuple):
 def comparisons(results: list[Result]) -> list[Comparison]:
     """The training runs, brought together; in the order dataset, partition."""
     found: dict[tuple[Any, ...], Comparison] = {}
-    for result in results:
+    for result in sorted(results, key=lambda r: r.config.seed):
         run = result.config
         if not isinstance(run, Run):
             continue
         parameter, level = run.heterogeneity()
-        ignored = {"scheme", "seed", "switch", parameter}
-        shared = tuple(sorted((k, str(v)) for k, v in run.identity().items() if k not in ignored))
+        shared = _shared(run, {"scheme", "seed", "switch", parameter})
         group = found.setdefault(shared, Comparison(run, parameter, {}))
         group.cells.setdefault((_label(run), level), []).append(result)
     return sorted(found.values(), key=lambda c: (c.example.dataset, -_order(c.parameter), c.title()))
 
 
-def rings(results: list[Result]) -> dict[tuple[str, float], list[Result]]:
-    """(scheme, gamma) -> the seeds' results on the ring, seed 0 first."""
-    found: dict[tuple[str, float], list[Result]] = {}
+def rings(results: list[Result]) -> list[Rings]:
+    """The runs on the ring, brought together: one for each setting."""
+    found: dict[tuple[Any, ...], Rings] = {}
     for result in sorted(results, key=lambda r: r.config.seed):
         if isinstance(result.config, Ring):
-            found.setdefault((result.config.scheme, result.config.gamma), []).append(result)
-    return found
+            shared = _shared(result.config, {"scheme", "seed", "gamma", "switch"})
+            group = found.setdefault(shared, {})
+            group.setdefault((result.config.scheme, result.config.gamma), []).append(result)
+    return [found[key] for key in sorted(found, key=lambda key: -sum(map(len, found[key].values())))]
 
 
 def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | None:
     """The comparison by gamma that goes with one by Dirichlet's alpha: figure 5 borrows a panel of it."""
+    ignored = {"scheme", "seed", "switch", "partition", "gamma", "alpha"}
     for other in groups:
-        if other.parameter == "gamma" and other.title() == group.title():
+        if other.parameter == "gamma" and _shared(other.example, ignored) == _shared(group.example, ignored):
             return other
     return None
 
@@ -115,6 +125,11 @@ def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
             ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
         )
     return header, rows
+
+
+def _shared(config: Run | Ring, ignored: Collection[str | None]) -> tuple[Any, ...]:
+    """What runs must have in common to be compared."""
+    return tuple(sorted((k, str(v)) for k, v in config.identity().items() if k not in ignored))
 
 
 def _order(parameter: str | None) -> int:

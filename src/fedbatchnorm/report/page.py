@@ -15,7 +15,7 @@ from ..experiments.config import Run, describe
 from ..experiments.folder import Result, read_results
 from . import figures
 from .claims import judge_comparison, judge_rings
-from .groups import Comparison, comparisons, counterpart, final_table, rings
+from .groups import Comparison, Rings, comparisons, counterpart, final_table, rings
 
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
@@ -34,13 +34,22 @@ def write_report(root: Path, out: Path | None = None) -> Path:
     out = Path(out) if out is not None else root / "report"
     results, left_out = read_results(root)
     if not results:
-        raise ValueError(f"{root} holds no finished run: start one with `fedbatchnorm run --out {root}`")
+        reasons = "".join(f"\n  {name}: {why}" for name, why in left_out[:5])
+        raise ValueError(
+            f"{root} holds no finished run: start one with `fedbatchnorm run --out {root}`{reasons}"
+        )
     groups = comparisons(results)
-    ring = rings(results)
     content = {
         "version": __version__,
         "article": _ARTICLE,
-        "sections": [*_ring_sections(ring, out), *_accuracy_sections(groups, out)],
+        "sections": [
+            *(
+                s
+                for i, ring in enumerate(rings(results))
+                for s in _ring_sections(ring, out, f"-{i}" if i else "")
+            ),
+            *_accuracy_sections(groups, out),
+        ],
         "holdings": _holdings(groups, out),
         "runs": [_run_row(result) for result in sorted(results, key=lambda r: describe(r.config))],
         "left_out": left_out,
@@ -52,36 +61,31 @@ def write_report(root: Path, out: Path | None = None) -> Path:
     )
     page = out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(template.render(content), encoding="utf-8")
+    page.write_text(template.render(content), encoding="utf-8", errors="replace")
     return page
 
 
-def _ring_sections(ring: dict[tuple[str, float], list[Result]], out: Path) -> list[dict[str, Any]]:
+def _ring_sections(ring: Rings, out: Path, suffix: str) -> list[dict[str, Any]]:
     sections = []
     if {("centralized", 0.0), ("naive", 0.0)} <= ring.keys():
-        sections.append(
-            _section(
-                "Figure 1: does normalisation keep the classes apart?",
-                "Ten clients hold one class each, 30 points around a corner of a ring. Centralised "
-                "BatchNorm rescales the ring. Naive BatchNorm moves every client's class to the origin, "
-                "on top of the others.",
-                figures.figure1(ring),
-                out,
-                "fig1",
-            )
+        text = (
+            "Ten clients hold one class each, 30 points around a corner of a ring. Centralised BatchNorm "
+            "rescales the ring. Naive BatchNorm moves every client's class to the origin, on top of the "
+            "others."
         )
+        title = "Figure 1: does normalisation keep the classes apart?"
+        section = _section(title, text, figures.figure1(ring), out, f"fig1{suffix}")
+        sections.append(section | {"claims": judge_rings(ring, "figure 1")})
     if {("fbn", 0.0), ("fixbn", 0.0)} <= ring.keys():
-        section = _section(
-            "Figure 2: what FBN and FixBN do, and how far from centralised",
+        text = (
             "FBN's picture is nearly the centralised one. FixBN freezes a variance that misses the spread "
             "between clients: its points stay apart, at the wrong scale. Right: the mean distance of the "
             "normalised points from the centralised ones over all rounds; bars are one standard deviation "
-            "over seeds. At gamma 1 FixBN is closer than FBN.",
-            figures.figure2(ring),
-            out,
-            "fig2",
+            "over seeds. At gamma 1 FixBN is closer than FBN."
         )
-        sections.append(section | {"claims": judge_rings(ring)})
+        title = "Figure 2: what FBN and FixBN do, and how far from centralised"
+        section = _section(title, text, figures.figure2(ring), out, f"fig2{suffix}")
+        sections.append(section | {"claims": judge_rings(ring, "figure 2")})
     return sections
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..norm.layers import layer_problem
+from ..norm.convert import conversion_problem
 from ..norm.moments import Moments, Running
 from .schemes import Phase
 
@@ -22,6 +22,7 @@ class FoldedNorm(_BatchNorm):
     evaluation it is BatchNorm.
     """
 
+    plain: type[_BatchNorm]
     phase: Phase
     clients: int
     seen: list[Moments | None]
@@ -75,10 +76,11 @@ def fold(model: nn.Module, beta: float) -> dict[str, FoldedNorm]:
         beta: the momentum of the running statistics.
     """
     layers: dict[str, FoldedNorm] = {}
+    unfold(model)
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
             layer.momentum = beta
-            problem = layer_problem(layer)
+            problem = conversion_problem(layer)
             if problem:
                 raise ValueError(f"layer {name!r}: {problem}")
             layer.__class__ = _folded_class(type(layer))  # pyrefly: ignore
@@ -86,6 +88,17 @@ def fold(model: nn.Module, beta: float) -> dict[str, FoldedNorm]:
     return layers
 
 
+def unfold(model: nn.Module) -> nn.Module:
+    """Make every FoldedNorm of `model` the BatchNorm it was, in place, and return the model."""
+    for layer in model.modules():
+        if isinstance(layer, FoldedNorm):
+            for name in ("phase", "clients", "seen"):
+                layer.__dict__.pop(name, None)
+            layer.__class__ = type(layer).plain  # pyrefly: ignore
+    return model
+
+
 @functools.cache
 def _folded_class(plain: type[_BatchNorm]) -> type[FoldedNorm]:
-    return type(f"Folded{plain.__name__}", (FoldedNorm, plain), {"__module__": plain.__module__})
+    members = {"plain": plain, "__module__": plain.__module__}
+    return type(f"Folded{plain.__name__}", (FoldedNorm, plain), members)

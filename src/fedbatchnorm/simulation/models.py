@@ -130,7 +130,7 @@ def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Modu
             f"model {name!r} needs {len(required)} arguments; "
             "it must take two (input shape, number of classes) or none"
         )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = factory(shape, classes) if required else factory()  # pyrefly: ignore
     if not isinstance(model, nn.Module):

@@ -75,6 +75,8 @@ class Simulation:
             chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations
                 stay in the cache are faster; for `centralized` always all.
         """
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}; it must be at least 1")
         if len(parts) != recipe.clients:
             raise ValueError(f"clients is {recipe.clients}, but the data is split into {len(parts)} parts")
         self.recipe, self.device = recipe, torch.device(device)
@@ -94,7 +96,8 @@ class Simulation:
         share = sizes / sizes.sum() if recipe.weighting == "size" else np.full(len(parts), 1 / len(parts))
         weights = torch.from_numpy(share / recipe.batch).to(self.device, dtype)
         self._weights = weights.repeat_interleave(recipe.batch)
-        fitting = _PASS_BYTES // self._sample_bytes() if self.device.type == "cpu" else _EVALUATION_BATCH
+        largest = self._try_model()
+        fitting = _PASS_BYTES // largest if self.device.type == "cpu" else _EVALUATION_BATCH
         self._samples = min(_EVALUATION_BATCH, 4 * fitting + 1)  # without gradients there is more room
         whole = recipe.clients if self.device.type != "cpu" else fitting // recipe.batch
         self._chunk = chunk or max(1, min(recipe.clients, whole))
@@ -141,9 +144,12 @@ class Simulation:
         """Go on from a `state` that was taken after `step` rounds."""
         prefix = "model."
         model = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        self.model.load_state_dict(model)
-        for i, velocity in enumerate(self.velocity):
-            velocity.copy_(state[f"velocity.{i}"])
+        try:
+            self.model.load_state_dict(model)
+            for i, velocity in enumerate(self.velocity):
+                velocity.copy_(state[f"velocity.{i}"])
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"the state is that of another model: {error}") from error
         self.step = step
 
     def _learn(self, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -165,17 +171,14 @@ class Simulation:
         """Client momentum, then the server's step. The mean of the clients' momenta is the momentum of
         the mean gradient, so that one buffer stands for all clients."""
         keep, rate = self.recipe.momentum, learning_rate(self.recipe, self.step)
-        parameters, velocities, gradients = [], [], []
-        for p, v in zip(self.parameters, self.velocity, strict=True):
-            if p.grad is not None:
-                parameters.append(p)
-                velocities.append(v)
-                gradients.append(p.grad)
-                p.grad = None
+        parameters: list[Tensor] = list(self.parameters)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         with torch.no_grad():
-            torch._foreach_mul_(velocities, keep)
-            torch._foreach_add_(velocities, gradients, alpha=1 - keep)
-            torch._foreach_add_(parameters, velocities, alpha=-rate)
+            torch._foreach_mul_(self.velocity, keep)
+            torch._foreach_add_(self.velocity, gradients, alpha=1 - keep)
+            torch._foreach_add_(parameters, self.velocity, alpha=-rate)
+        for p in parameters:
+            p.grad = None
 
     @contextlib.contextmanager
     def _random(self, what: str) -> Iterator[None]:
@@ -187,9 +190,14 @@ class Simulation:
             if cuda:
                 with torch.cuda.device(self.device):
                     torch.cuda.manual_seed(seed)
-            elif self.device.type == "mps":
+            mps = torch.mps.get_rng_state() if self.device.type == "mps" else None
+            if mps is not None:
                 torch.mps.manual_seed(seed)
-            yield
+            try:
+                yield
+            finally:
+                if mps is not None:
+                    torch.mps.set_rng_state(mps)
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[None]:
@@ -207,20 +215,32 @@ class Simulation:
             for switch, value in zip(switches, before, strict=True):
                 switch.fp32_precision = value
 
-    def _sample_bytes(self) -> int:
-        """The size of the largest activation of one sample."""
-        sizes = []
+    def _try_model(self) -> int:
+        """Run one sample through the model; returns the size of the largest activation, in bytes.
+
+        An error says what is wrong with a model that cannot be trained here.
+        """
+        sizes = [1]
 
         def look(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor):
                 sizes.append(output.numel() * output.element_size())
 
+        shape, classes = tuple(self.data.train.x.shape[1:]), len(self.data.classes)
         hooks = [m.register_forward_hook(look) for m in self.model.modules()]
         try:
             self.model.eval()
             with torch.no_grad():
-                self._forward(self.data.train.x[:1])
+                scores = self.model(self.data.inputs(self.data.train.x[:1]))
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"the model failed on an input of shape (1, *{shape}): {why}") from error
         finally:
             for hook in hooks:
                 hook.remove()
+        if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[1] < classes:
+            found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"the model returned {found}; it must be a score for each of {classes} classes")
+        if not self.parameters:
+            raise ValueError("the model has no parameter to train")
         return max(sizes)
