@@ -8,7 +8,6 @@ its turn in every round, so that whatever else the machine does hits all of them
 medians. It also says where the simulator's time goes: what is not the model's forward and backward.
 """
 
-import random
 import statistics
 import time
 
@@ -144,9 +143,8 @@ def main():
         keys = list(found)
         times = {key: [] for key in keys}
         for i in range(rounds + 1):
-            for key in random.Random(i).sample(
-                keys, len(keys)
-            ):  # what ran before leaves its mark on the heap
+            # In random order: what ran before leaves its mark on the heap.
+            for key in np.random.default_rng(i).permutation(keys):
                 spent = seconds(found[key], args.device)
                 if i:
                     times[key].append(spent)
