@@ -109,7 +109,7 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["run", "--batch", "1", "--scheme", "naive"], "more than 1 value per channel"),
         (["run", "--model", "nowhere:f"], "cannot be imported"),
         (["run", "--dataset", "gaussian_ring", "--model", "cnn"], "use mlp"),
-        (["reproduce", "fig99"], "choose from fig1, fig2, fig3, fig5, all"),
+        (["reproduce", "fig99"], "choose from fig1, fig2, fig3, fig4, fig5, fig6, fig7"),
         (["reproduce", "fig1", "--seeds", "0"], "seeds is 0"),
         (["report", "nowhere"], "nowhere is not a folder"),
         (["report", "."], "holds no finished run"),

@@ -4,6 +4,7 @@ Everywhere: `convert(model)`. A client, each round: `load_statistics`, train, `c
 each round: `merge`. For deployment: `revert`. The README has a complete example.
 """
 
+from .aggregation.defenses import defense
 from .aggregation.statistics import MergeResult, Notice, merge
 from .aggregation.verdicts import Verdict
 from .norm.convert import ConversionError, Finding, convert, inspect, revert
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "collect",
     "convert",
+    "defense",
     "discard_step",
     "from_bytes",
     "from_sums",

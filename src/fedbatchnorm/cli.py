@@ -15,6 +15,9 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
 
+from .aggregation.aggregators import AGGREGATORS
+from .aggregation.attacks import ATTACKS
+from .aggregation.mixing import MIXING
 from .data import cifar10, datasets, partition
 from .experiments import catalogue
 from .experiments.config import USUAL, Run, describe, digest
@@ -137,7 +140,7 @@ def reproduce(
     Example: fedbatchnorm reproduce fig3 --scale full --seeds 3 --data-dir ~/data
 
     Args:
-        figure: fig1, fig2, fig3, fig5, or all of them: `all`.
+        figure: fig1 to fig13, numbered as in the paper, or all of them: `all`.
         scale: full is CIFAR-10 with the paper's settings (a GPU, or days); small is digits, in minutes.
         seeds: repetitions, for mean and spread.
     """
@@ -169,6 +172,10 @@ def report(runs: tyro.conf.Positional[Path], out: Path | None = None) -> None:
 def list_names() -> None:
     """Everything that has a name: schemes, datasets, partitions, models, figures."""
     _print_names("schemes", {name: f"{s.title}: {s.summary}" for name, s in SCHEMES.items()})
+    attacks = {name: f"{a.summary} (strikes {' and '.join(a.targets)})" for name, a in ATTACKS.items()}
+    _print_names("attacks (--byzantine 3 --attack ...)", attacks)
+    rules = {name: (rule.__doc__ or "").splitlines()[0] for name, rule in (MIXING | AGGREGATORS).items()}
+    _print_names("defenses (--defense nnm+median: any of the first three, then one of the rest)", rules)
     usual = {name: ", ".join(f"{k} {v}" for k, v in USUAL[name].items()) for name in datasets.DATASETS}
     _print_names("datasets (and what is usual with them)", usual)
     _print_names("partitions", {name: p.summary for name, p in partition.PARTITIONS.items()})
@@ -281,7 +288,7 @@ def _run(configs: list[Run | Ring], where: Where) -> None:
 
 def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
     """Final accuracies of these runs, as plain text."""
-    from .report.groups import Spread, comparisons, final_table, rings
+    from .report.groups import Spread, comparisons, final_table, rings, siege_table, sieges
 
     wanted = {digest(config) for config in configs}
     results = [r for r in read_results(root)[0] if r.path.name in wanted]
@@ -300,6 +307,10 @@ def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
     for group in comparisons(results):
         print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")
         _print_table(*final_table(group))
+    for siege in sieges(results):
+        run = siege.example
+        print(f"\n{run.dataset}, {run.byzantine} of {run.clients} clients lie: final test accuracy (%)")
+        _print_table(*siege_table(siege))
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

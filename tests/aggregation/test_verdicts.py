@@ -243,3 +243,71 @@ def test_nobody_usable_leaves_the_statistics():
     assert not result.updated
     assert result.statistics["a"] is SHARED["a"]
     assert {v.reason for v in result.verdicts.values()} == {"schema"}
+
+
+def test_a_negative_mean_where_nothing_is_below_0():
+    updates = honest()
+    positive = [changed(u, mean=u["b"].mean.abs()) for u in updates]
+    liar = changed(positive[1], mean=poisoned(positive[1]["b"].mean, -0.1))
+    sent = [positive[0], liar, *positive[2:]]
+    result = merge(SHARED, sent, nonnegative=["b"])
+    assert [v.used for v in result.verdicts.values()] == [True, False, True, True]
+    verdict = result.verdicts[1]
+    assert (verdict.reason, verdict.layer) == ("impossible_moments", "b")
+    assert "-0.1" in verdict.detail
+    alone = merge(SHARED, [positive[0], *positive[2:]]).statistics
+    assert all(torch.equal(result.statistics[k].mean, alone[k].mean) for k in SHARED)
+    assert all(v.used for v in merge(SHARED, sent).verdicts.values())  # nothing was declared
+
+
+BAD = {
+    "stale_round": lambda u: Update(dict(u), round=7, id=u.id),
+    "non_finite": lambda u: changed(u, mean=poisoned(u["b"].mean, math.nan)),
+    "impossible_moments": lambda u: changed(u, var=poisoned(u["b"].var, -1.0)),
+    "count_out_of_range": lambda u: changed(u, count=99),
+    "duplicate": lambda u: Update(dict(u), round=u.round, id=2),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_each_verdict_is_a_switch(reason):
+    from fedbatchnorm.aggregation.verdicts import CHECKS
+
+    assert set(BAD) == set(CHECKS)
+    updates = honest()
+    sent = [BAD[reason](updates[0]), *updates[1:]]
+    assert merge(SHARED, sent, max_count=50).verdicts[0].reason == reason
+    others = [check for check in CHECKS if check != reason]
+    assert merge(SHARED, sent, max_count=50, checks=others).verdicts[0].used
+
+
+def test_the_schema_is_always_checked():
+    updates = [changed(u, mean=torch.zeros(5)) if i == 0 else u for i, u in enumerate(honest())]
+    assert merge(SHARED, updates, checks=[]).verdicts[0].reason == "schema"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"checks": ["schemas"]}, "checks is .'schemas'."),
+        ({"checks": "duplicate"}, "checks is 'duplicate'"),
+        ({"nonnegative": ["c"]}, "nonnegative is .'c'.; it must be a collection of some of 'a', 'b'"),
+    ],
+)
+def test_unknown_checks_and_layers_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        merge(SHARED, honest(), **arguments)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "nnm+median", "nnm+trimmed_mean", "multi_krum"])
+@pytest.mark.parametrize("field", ["mean", "var"])
+def test_one_liar_moves_a_defended_merge_by_little(rule, field):
+    updates = honest(7)
+    calm = merge(SHARED, updates, aggregator=fbn.defense(rule, 2)).statistics
+    sent = [changed(updates[0], **{field: poisoned(getattr(updates[0]["b"], field), 1e6)}), *updates[1:]]
+    found = merge(SHARED, sent, aggregator=fbn.defense(rule, 2)).statistics
+    plain = merge(SHARED, sent).statistics
+    for name in SHARED:
+        assert (found[name].mean - calm[name].mean).abs().max() < 0.2
+        assert (found[name].var - calm[name].var).abs().max() < 2
+    assert (plain["b"].var - calm["b"].var).abs().max() > 1e3

@@ -43,7 +43,14 @@ def test_every_field_that_changes_a_result_changes_the_name():
     names = {digest(dataclasses.replace(base, **{field: value})) for field, value in CHANGES.items()}
     assert len(names) == len(CHANGES)
     assert digest(base) not in names
-    assert {f.name for f in dataclasses.fields(Run)} - CHANGES.keys() == {"alpha", "switch"}
+    assert {f.name for f in dataclasses.fields(Run)} - CHANGES.keys() == {
+        "alpha",
+        "attack",
+        "byzantine",
+        "defense",
+        "switch",
+        "targets",
+    }
     dirichlet = Run(partition="dirichlet")
     assert digest(dirichlet) != digest(dataclasses.replace(dirichlet, alpha=1.0))
     assert digest(Run(scheme="fixbn")) != digest(Run(scheme="fixbn", switch=3))
@@ -131,3 +138,32 @@ def test_the_catalogue_has_the_paper_s_settings():
 def test_every_figure_at_every_scale_is_a_list_of_different_runs(name, scale):
     runs = catalogue.FIGURES[name].runs(scale, 2)
     assert len(catalogue.unique(runs)) == len(runs) > 0
+
+
+def test_the_byzantine_figures_are_the_paper_s():
+    main = catalogue.FIGURES["fig4"].runs("full", 3)
+    assert {r.gamma for r in main} == {0.01, 0.0}
+    assert {(r.byzantine, r.attack, r.defense) for r in main} == {
+        (0, "none", "none"),
+        (3, "sf", "none"),
+        (3, "sf", "nnm+median"),
+    }
+    assert {r.targets_struck() for r in main if r.byzantine} == {("means",)}
+    seen = {}
+    for number in range(6, 12):
+        runs = [r for r in catalogue.FIGURES[f"fig{number}"].runs("full", 1) if r.defense != "none"]
+        assert {r.gamma for r in runs} == {0.5, 0.1, 0.01, 0.0}
+        seen[number] = {(r.attack, r.defense) for r in runs}
+    assert seen == {
+        6: {("sf", "nnm+median")},
+        7: {("sf", "nnm+trimmed_mean")},
+        8: {("foe", "nnm+median")},
+        9: {("foe", "nnm+trimmed_mean")},
+        10: {("alie", "nnm+median")},
+        11: {("alie", "nnm+trimmed_mean")},
+    }
+    for number, rule in ((12, "nnm+median"), (13, "nnm+trimmed_mean")):
+        runs = [r for r in catalogue.FIGURES[f"fig{number}"].runs("full", 1) if r.defense != "none"]
+        assert {(r.attack, r.defense, r.alpha) for r in runs} == {
+            (attack, rule, alpha) for attack in ("sf", "foe", "alie") for alpha in (0.1, 1.0)
+        }

@@ -37,6 +37,10 @@ def runs(tmp_path_factory):
         Run(scheme="fbn", partition="iid", **short),
         Run(scheme="fixbn", gamma=0.3, switch=1, **short),
     ]
+    lies = {"byzantine": 2, "attack": "foe", "gamma": 0.3}
+    configs += [
+        Run(scheme=s, defense=d, **lies, **short) for s in ("fbn", "naive") for d in ("none", "nnm+median")
+    ]
     run_all(configs, root)
     return root
 
@@ -85,7 +89,10 @@ def test_the_page_has_figures_tables_claims_and_runs(runs, tmp_path):
         "iid",
     ):
         assert part in text, part
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6
+    assert "Liars: foe on means and variances, against nnm+median" in text
+    for kind in ("FBN, no attack", "FBN, no defence", "FBN, nnm+median", "Naive BN, nnm+median"):
+        assert f'<td class="number">{kind}</td>' in text
     assert len(re.findall(r'class="claims"', text)) == 3
     for path in runs.iterdir():
         assert path.name in text or path.name == "report"
@@ -169,7 +176,7 @@ def test_a_browser_shows_it_without_a_word_or_a_request(hostile, tmp_path):
     document, console, requests, picture = chromium.visit(page, tmp_path)
     assert console == []
     assert requests == []
-    assert document.count("<svg") == 5
+    assert document.count("<svg") == 6
     assert "What the paper says, and what was measured" in document
     assert "script&gt;console.error" in document
     assert "<script" not in document

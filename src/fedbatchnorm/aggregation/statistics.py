@@ -1,7 +1,8 @@
 """The server's step: clients' moments in, the next shared statistics out."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..norm.exchange import check_running
 from ..norm.messages import Update
 from ..norm.moments import Moments, Running, combine, round_momentum, tracked_steps, update_running
-from .verdicts import Verdict, judge
+from .verdicts import CHECKS, Verdict, judge
 
 Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
 
@@ -41,6 +42,8 @@ def merge(
     aggregator: Aggregator | None = None,
     quorum: int = 1,
     max_count: float | Mapping[str, float] | None = None,
+    nonnegative: Collection[str] = (),
+    checks: Collection[str] = CHECKS,
 ) -> MergeResult:
     """Merge the clients' moments into the next shared statistics (Algorithm 2, lines 9 and 10).
 
@@ -57,6 +60,9 @@ def merge(
         aggregator: None, or (n, d) -> (d,) for rows of equal weight.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
+        nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
+            reports a negative mean there is left out.
+        checks: which verdicts are reached; all that there are, unless some are to be off.
 
     Returns:
         MergeResult(statistics, verdicts by client, updated, notices).
@@ -70,7 +76,7 @@ def merge(
     """
     clients = _clients(updates)
     _check_arguments(shared, momentum, steps, quorum)
-    verdicts = judge(shared, clients, max_count)
+    verdicts = judge(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
     notices: list[Notice] = []
     rows: dict[str, tuple[Hashable, ...]] = {}
@@ -121,9 +127,9 @@ def robust_update(
     Returns:
         (m', v'), each (d,).
     """
-    mean = _aggregate(aggregator, means)
-    between = _aggregate(aggregator, (means - mean).square())
-    return mean, _aggregate(aggregator, variances) + total / ((total - 1) * beta) * between
+    mean = aggregator(means)
+    between = aggregator((means - mean).square())
+    return mean, aggregator(variances) + total / ((total - 1) * beta) * between
 
 
 def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Running]:
@@ -145,7 +151,7 @@ def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Run
         (1 - b) * v + b * n / (n - 1) * seen_var,
         beta=b,
         total=n,
-        aggregator=aggregator,
+        aggregator=partial(_aggregate, aggregator),
     )
     floor = torch.cat([torch.full_like(x, r.eps) for x, r in zip(before, shared.values(), strict=True)])
     var = torch.where(enough, torch.maximum(var, floor), v)

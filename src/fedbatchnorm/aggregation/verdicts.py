@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ Reason = Literal[
     "empty",
 ]
 
+# What can be switched off. Without the schema there is nothing to compute with, so that is not among them.
+CHECKS = ("stale_round", "non_finite", "impossible_moments", "count_out_of_range", "duplicate")
 _LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
 
 
@@ -40,6 +42,8 @@ def judge(
     shared: Mapping[str, Running],
     updates: Mapping[Hashable, object],
     max_count: float | Mapping[str, float] | None = None,
+    nonnegative: Collection[str] = (),
+    checks: Collection[str] = CHECKS,
 ) -> dict[Hashable, Verdict]:
     """Give every client its verdict; the order of clients does not matter.
 
@@ -49,12 +53,21 @@ def judge(
         shared: the round's statistics.
         updates: client -> what it sent, whatever that is.
         max_count: the largest count an honest client can reach, for all layers or by layer.
+        nonnegative: layers whose input is never below 0, such as one after a ReLU: nor is its mean.
+        checks: which of `CHECKS` are made.
 
     Returns:
         client -> Verdict.
     """
-    limits = {name: _limit(name, max_count) for name in shared}
-    verdicts = {client: _judge_one(shared, update, limits) for client, update in updates.items()}
+    for what, names, known in (("nonnegative", nonnegative, shared), ("checks", checks, CHECKS)):
+        unknown = [name for name in names if name not in known]
+        if isinstance(names, str) or unknown:
+            wanted = ", ".join(map(repr, known))
+            raise ValueError(f"{what} is {names!r}; it must be a collection of some of {wanted}")
+    rules = {name: _Rules(_limit(name, max_count), name in nonnegative) for name in shared}
+    verdicts = {client: _judge_one(shared, update, rules, checks) for client, update in updates.items()}
+    if "duplicate" not in checks:
+        return verdicts
     by_id: dict[int, list[Hashable]] = {}
     for client, update in updates.items():
         if verdicts[client].used and isinstance(update, Update) and update.id is not None:
@@ -68,7 +81,16 @@ def judge(
     return verdicts
 
 
-def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[str, float]) -> Verdict:
+class _Rules(NamedTuple):
+    """What a layer's moments are held against."""
+
+    limit: float
+    nonnegative: bool
+
+
+def _judge_one(
+    shared: Mapping[str, Running], update: object, rules: Mapping[str, _Rules], checks: Collection[str]
+) -> Verdict:
     if not isinstance(update, Mapping):
         return Verdict(False, "schema", None, f"expected an update, got {type(update).__name__}")
     if isinstance(update, Update):
@@ -76,7 +98,8 @@ def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[st
             return Verdict(False, "schema", None, "layers must be a mapping, round and id integers")
         if update.format != FORMAT:
             return Verdict(False, "schema", None, f"format {update.format!r}, expected {FORMAT}")
-        if update.round is not None and update.round != version(shared):
+        stale = update.round is not None and update.round != version(shared)
+        if stale and "stale_round" in checks:
             detail = f"round {update.round!r}, expected {version(shared)}"
             return Verdict(False, "stale_round", None, detail)
     missing, extra = set(shared) - set(update), set(update) - set(shared)
@@ -85,39 +108,44 @@ def _judge_one(shared: Mapping[str, Running], update: object, limits: Mapping[st
         detail = "this layer is missing" if missing else "the model has no such layer"
         return Verdict(False, "schema", str(layer), detail)
     for name, running in shared.items():
-        reason, detail = _judge_layer(running, update[name], limits[name])
-        if reason:
-            return Verdict(False, reason, name, detail)
+        for reason, detail in _problems(running, update[name], rules[name]):
+            if reason == "schema" or reason in checks:
+                return Verdict(False, reason, name, detail)
     if all(int(update[name].count) == 0 for name in shared):
         return Verdict(False, "empty", None, "it has seen no values in any layer")
     return USED
 
 
-def _judge_layer(running: Running, moments: object, limit: float) -> tuple[Reason | None, str]:
+def _problems(running: Running, moments: object, rules: _Rules) -> Iterator[tuple[Reason, str]]:
+    """What is wrong with a layer's moments, the worst first; after a problem of schema nothing more."""
     if not isinstance(moments, Moments):
-        return "schema", f"expected Moments(count, mean, var), got {type(moments).__name__}"
+        yield "schema", f"expected Moments(count, mean, var), got {type(moments).__name__}"
+        return
     count, *fields = moments
-    reason, detail = _judge_count(count, limit)
+    reason, detail = _judge_count(count, rules.limit)
     if reason == "schema":
-        return reason, detail
+        yield reason, detail
     for what, value in zip(("mean", "var"), fields, strict=True):
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
-            return "schema", f"{what} must be a floating-point tensor"
-        if value.layout != torch.strided or value.is_meta:
-            return "schema", f"{what} must be an ordinary tensor with values"
-        if value.shape != running.mean.shape:
-            return "schema", f"{what} has shape {tuple(value.shape)}, expected {tuple(running.mean.shape)}"
+            yield "schema", f"{what} must be a floating-point tensor"
+        elif value.layout != torch.strided or value.is_meta:
+            yield "schema", f"{what} must be an ordinary tensor with values"
+        elif value.shape != running.mean.shape:
+            yield "schema", f"{what} has shape {tuple(value.shape)}, expected {tuple(running.mean.shape)}"
     mean, var = fields
     # What is finite here must stay finite when it is squared, summed and cast back.
     top = torch.finfo(running.mean.dtype).max / 8
     for what, value, bound in (("mean", mean, math.sqrt(top)), ("var", var, top)):
         if not bool(value.isfinite().all()):
-            return "non_finite", f"{what} has a value that is not finite"
+            yield "non_finite", f"{what} has a value that is not finite"
         if bool((value.abs().double() > bound).any()):
-            return "non_finite", f"{what} is too large for {running.mean.dtype}"
+            yield "non_finite", f"{what} is too large for {running.mean.dtype}"
     if bool((var < 0).any()):
-        return "impossible_moments", f"the variance is {float(var.min()):.3g}"
-    return reason, detail
+        yield "impossible_moments", f"the variance is {float(var.min()):.3g}"
+    if rules.nonnegative and bool((mean < 0).any()):
+        yield "impossible_moments", f"the mean of what is never below 0 is {float(mean.min()):.3g}"
+    if reason is not None:
+        yield reason, detail
 
 
 def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:

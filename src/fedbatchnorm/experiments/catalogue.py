@@ -1,7 +1,9 @@
-"""The paper's clean figures as lists of runs. A new figure is one function and one row of `FIGURES`."""
+"""The paper's figures as lists of runs. A new figure is one function and one row of `FIGURES`."""
 
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
@@ -12,6 +14,14 @@ DATASET = {"full": "cifar10", "small": "digits"}
 GAMMAS = (1.0, 0.5, 0.3, 0.1, 0.01, 0.0)
 ALPHAS = (10.0, 1.0, 0.5, 0.1)
 RING_GAMMAS = (1.0, 0.3, 0.1, 0.0)
+LIARS = 3  # of 10
+
+
+class Figure(NamedTuple):
+    """A figure of the paper: what it shows, and its runs at a scale with a number of seeds."""
+
+    title: str
+    runs: Callable[[Scale, int], list[Run | Ring]]
 
 
 def fig1(scale: Scale, seeds: int) -> list[Run | Ring]:
@@ -51,16 +61,55 @@ def fig5(scale: Scale, seeds: int) -> list[Run | Ring]:
     return runs + fig3(scale, seeds, gammas=[0.0])
 
 
+def under_attack(
+    scale: Scale,
+    seeds: int,
+    attacks: Iterable[str],
+    rule: str,
+    gammas: Iterable[float] = (),
+    alphas: Iterable[float] = (),
+) -> list[Run | Ring]:
+    """FBN and naive BatchNorm: undisturbed; with 3 of 10 clients lying about statistics; and defended."""
+    splits: list[dict[str, Any]] = [{"gamma": gamma} for gamma in gammas]
+    splits += [{"partition": "dirichlet", "alpha": alpha} for alpha in alphas]
+    runs: list[Run | Ring] = []
+    for seed in range(seeds):
+        for split in splits:
+            for scheme in ("fbn", "naive"):
+                calm = Run(dataset=DATASET[scale], scheme=scheme, seed=seed, **split)
+                runs.append(calm)
+                for attack in attacks:
+                    struck = replace(calm, byzantine=LIARS, attack=attack)
+                    runs += [struck, replace(struck, defense=rule)]
+    return runs
+
+
+def _attack_figures() -> dict[str, Figure]:
+    """Figures 4 and 6 to 13: which attacks, which rule, at which levels."""
+    strong, all_four = (0.01, 0.0), (0.5, 0.1, 0.01, 0.0)
+    names = {"sf": "sign flipping", "foe": "fall of empires", "alie": "a little is enough"}
+    rules = {"nnm+median": "median", "nnm+trimmed_mean": "trimmed mean"}
+    figures = {
+        "fig4": Figure(
+            "Sign flipping on the statistics, gamma 0.01 and 0, against NNM and median",
+            partial(under_attack, attacks=("sf",), rule="nnm+median", gammas=strong),
+        )
+    }
+    for attack, text in names.items():
+        for rule, short in rules.items():
+            runs = partial(under_attack, attacks=(attack,), rule=rule, gammas=all_four)
+            title = f"{text.capitalize()}, gamma 0.5, 0.1, 0.01 and 0, against NNM and {short}"
+            figures[f"fig{5 + len(figures)}"] = Figure(title, runs)
+    for rule, short in rules.items():
+        runs = partial(under_attack, attacks=tuple(names), rule=rule, alphas=(1.0, 0.1))
+        title = f"All three attacks, Dirichlet alpha 0.1 and 1, against NNM and {short}"
+        figures[f"fig{5 + len(figures)}"] = Figure(title, runs)
+    return figures
+
+
 def demo(seeds: int) -> list[Run | Ring]:
     """All that the demo shows: figures 1 and 2, and figure 3 on digits at three levels."""
     return unique([*fig1("small", seeds), *fig2("small", seeds), *fig3("small", seeds, (0.0, 0.1, 1.0))])
-
-
-class Figure(NamedTuple):
-    """A figure of the paper: what it shows, and its runs at a scale with a number of seeds."""
-
-    title: str
-    runs: Callable[[Scale, int], list[Run | Ring]]
 
 
 FIGURES: dict[str, Figure] = {
@@ -69,6 +118,8 @@ FIGURES: dict[str, Figure] = {
     "fig3": Figure("Accuracy against gamma, and curves at gamma 0.01 and 0", fig3),
     "fig5": Figure("Accuracy against Dirichlet's alpha, and curves at alpha 0.1 and gamma 0", fig5),
 }
+FIGURES |= _attack_figures()
+FIGURES = dict(sorted(FIGURES.items(), key=lambda row: int(row[0].removeprefix("fig"))))
 
 
 def unique(runs: Iterable[Run | Ring]) -> list[Run | Ring]:

@@ -76,8 +76,12 @@ class Run(Recipe):
     def identity(self) -> dict[str, object]:
         """The fields that determine the result: what this partition and scheme do not use is left out."""
         unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
-        switch = self.switch_step() if self.scheme == "fixbn" else None
-        return {k: v for k, v in asdict(self).items() if k not in unused} | {"switch": switch}
+        found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
+        if self.is_plain():
+            unused |= {"byzantine", "attack", "targets", "defense"}
+        else:
+            found["targets"] = "+".join(self.targets_struck())
+        return {k: v for k, v in found.items() if k not in unused}
 
 
 def source_digest(model: str) -> str | None:
@@ -135,4 +139,6 @@ def describe(config: Run | Ring) -> str:
         return f"ring, {config.scheme}, gamma {config.gamma:g}, seed {config.seed}"
     name, value = config.heterogeneity()
     split = config.partition if name is None else f"{name} {value:g}"
-    return f"{config.dataset}, {config.scheme}, {split}, seed {config.seed}"
+    liars = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
+    rule = f", {config.defense}" if config.defense != "none" else ""
+    return f"{config.dataset}, {config.scheme}, {split}{liars}{rule}, seed {config.seed}"

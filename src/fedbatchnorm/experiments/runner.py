@@ -81,7 +81,7 @@ def federation(config: Run, device: torch.device, data_dir: Path | None) -> tupl
     data = _load(config.dataset, data_dir)
     labels = data.train.y.numpy()
     rng = stream(config.seed, "partition")
-    parts = partition.split(config.partition, labels, config.clients, config.heterogeneity()[1], rng)
+    parts = partition.split(config.partition, labels, config.honest(), config.heterogeneity()[1], rng)
     held = partition.holdings(labels, parts, len(data.classes))
     assert config.model is not None
     shape, weights = tuple(data.train.x.shape[1:]), torch_seed(config.seed, "weights")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..simulation.schemes import SCHEMES
-from .groups import Comparison, Rings, Spread
+from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, mean_curve
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS, _LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
@@ -142,6 +142,27 @@ def accuracy_figure(group: Comparison, borrowed: Comparison | None = None) -> Fi
 
 
 @styled
+def siege_figure(siege: Siege) -> Figure:
+    """Accuracy over rounds for FBN and naive: undisturbed, attacked, defended; a panel for each level."""
+    levels = siege.levels()
+    figure = Figure(figsize=(max(4.2 * len(levels), 6.4), 4.1), layout="constrained")
+    panels = figure.subplots(1, len(levels), squeeze=False)[0]
+    strokes = {NO_ATTACK: "--", NO_DEFENSE: ":", siege.example.defense: "-"}
+    for axis, letter, level in zip(panels, "abcdefgh", levels, strict=False):
+        for title, kind in siege.lines():
+            rounds, spreads = mean_curve(siege.cells.get((title, kind, level), []))
+            if rounds:
+                points = [_percent(s) for s in spreads]
+                _band(axis, title, rounds, points, f"{title}, {kind}", linestyle=strokes[kind])
+        name = "iid" if level is None else f"{siege.parameter} = {level:g}"
+        axis.set(title=f"({letter}) {name}", xlabel="round", ylim=(0, 100))
+    panels[0].set_ylabel("test accuracy (%)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+@styled
 def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
     """Who holds which classes: a disc for each client and class, its area the number of samples."""
     samples, classes = holdings["samples"], holdings["classes"]
@@ -198,10 +219,13 @@ def _line(axis: Axes, label: str, xs: list[int], spreads: list[Spread]) -> None:
     axis.errorbar(xs, means, errors, label=label, capsize=3, markersize=5, linewidth=1.5, **_style_of(label))
 
 
-def _band(axis: Axes, label: str, xs: list[int], spreads: list[Spread]) -> None:
+def _band(
+    axis: Axes, scheme: str, xs: list[int], spreads: list[Spread], label: str = "", **more: Any
+) -> None:
     means, errors = [s.mean for s in spreads], [s.sd or 0.0 for s in spreads]
-    style = _style_of(label)
-    axis.plot(xs, means, label=label, markersize=3, markevery=max(1, len(xs) // 8), linewidth=1.4, **style)
+    style: dict[str, Any] = {"markersize": 3, "markevery": max(1, len(xs) // 8), "linewidth": 1.4}
+    style |= _style_of(scheme) | more
+    axis.plot(xs, means, label=label or scheme, **style)
     low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
     axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
 

@@ -12,6 +12,10 @@ from ..simulation.schemes import SCHEMES
 Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' results, seed 0 first
 
 
+NO_ATTACK, NO_DEFENSE = "no attack", "no defence"
+_ADVERSARY = ("byzantine", "attack", "targets", "defense")
+
+
 class Spread(NamedTuple):
     """Mean and standard deviation (n - 1; None for a single value) over seeds."""
 
@@ -45,7 +49,7 @@ class Comparison(NamedTuple):
         run = self.example
         text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
         usual = vars(Run(dataset=run.dataset, rounds=run.rounds))
-        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every"):
+        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every", *_ADVERSARY):
             if getattr(run, name) != usual[name]:
                 text += f", {name.replace('_', ' ')} {getattr(run, name)}"
         return text
@@ -70,11 +74,7 @@ class Comparison(NamedTuple):
 
     def curve(self, label: str, level: float | None) -> tuple[list[int], list[Spread]]:
         """Rounds, and accuracy there over seeds."""
-        runs = [
-            {row["round"]: row["accuracy"] for row in r.metrics} for r in self.cells.get((label, level), [])
-        ]
-        rounds = sorted(set.intersection(*map(set, runs))) if runs else []
-        return rounds, [Spread.of([run[t] for run in runs]) for t in rounds]
+        return mean_curve(self.cells.get((label, level), []))
 
     def _over_seeds(self, label: str, level: float | None, key: str) -> Spread | None:
         found = self.cells.get((label, level))
@@ -86,13 +86,62 @@ def comparisons(results: list[Result]) -> list[Comparison]:
     found: dict[tuple[Any, ...], Comparison] = {}
     for result in sorted(results, key=lambda r: r.config.seed):
         run = result.config
-        if not isinstance(run, Run):
+        if not isinstance(run, Run) or not run.is_plain():
             continue
         parameter, level = run.heterogeneity()
         shared = _shared(run, {"scheme", "seed", "switch", parameter})
         group = found.setdefault(shared, Comparison(run, parameter, {}))
         group.cells.setdefault((_label(run), level), []).append(result)
     return sorted(found.values(), key=lambda c: (c.example.dataset, -_order(c.parameter), c.title()))
+
+
+class Siege(NamedTuple):
+    """Training runs under one attack with one defense, beside the undefended and the undisturbed ones.
+
+    cells: (scheme's title, NO_ATTACK, NO_DEFENSE or the defense, level) -> the seeds' results.
+    """
+
+    example: Run
+    parameter: str | None
+    cells: dict[tuple[str, str, float | None], list[Result]]
+
+    def levels(self) -> list[float | None]:
+        """The levels at which the attack was run, from alike to heterogeneous."""
+        found = {level for _, kind, level in self.cells if kind != NO_ATTACK}
+        return sorted(found, key=lambda v: -(v or 0))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(scheme's title, kind), in the order in which they are drawn."""
+        kinds = (NO_ATTACK, NO_DEFENSE, self.example.defense)
+        found = {(title, kind) for title, kind, _ in self.cells}
+        return [(s.title, k) for s in SCHEMES.values() for k in kinds if (s.title, k) in found]
+
+    def spread(self, title: str, kind: str, level: float | None) -> Spread | None:
+        """Final accuracy over seeds, or None if it was not run."""
+        found = self.cells.get((title, kind, level))
+        return Spread.of([r.summary["accuracy"] for r in found]) if found else None
+
+
+def sieges(results: list[Result]) -> list[Siege]:
+    """The runs with liars, brought together: one for each attack and defense."""
+    runs = [(r.config, r) for r in sorted(results, key=lambda r: r.config.seed) if isinstance(r.config, Run)]
+    found: dict[tuple[Any, ...], Siege] = {}
+    for run, _ in runs:
+        parameter = run.heterogeneity()[0]
+        ignored = {"scheme", "seed", "switch", parameter, *_ADVERSARY}
+        shared = _shared(run, ignored)
+        key = (shared, run.byzantine, run.attack, run.targets_struck(), run.defense)
+        if not run.byzantine or run.defense == "none" or key in found:
+            continue
+        siege = found[key] = Siege(run, parameter, {})
+        for other, result in runs:
+            same = (other.byzantine, other.attack, other.targets_struck()) == key[1:4]
+            kind = NO_ATTACK if other.is_plain() else NO_DEFENSE if other.defense == "none" else other.defense
+            fits = kind == NO_ATTACK or (same and kind in (NO_DEFENSE, run.defense))
+            if fits and other.scheme != "centralized" and _shared(other, ignored) == shared:
+                cell = (SCHEMES[other.scheme].title, kind, other.heterogeneity()[1])
+                siege.cells.setdefault(cell, []).append(result)
+    return list(found.values())
 
 
 def rings(results: list[Result]) -> list[Rings]:
@@ -104,6 +153,13 @@ def rings(results: list[Result]) -> list[Rings]:
             group = found.setdefault(shared, {})
             group.setdefault((result.config.scheme, result.config.gamma), []).append(result)
     return [found[key] for key in sorted(found, key=lambda key: -sum(map(len, found[key].values())))]
+
+
+def mean_curve(results: list[Result]) -> tuple[list[int], list[Spread]]:
+    """Rounds that all of these runs have evaluated, and accuracy there over seeds."""
+    runs = [{row["round"]: row["accuracy"] for row in r.metrics} for r in results]
+    rounds = sorted(set.intersection(*map(set, runs))) if runs else []
+    return rounds, [Spread.of([run[t] for run in runs]) for t in rounds]
 
 
 def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | None:
@@ -125,6 +181,17 @@ def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
             ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
         )
     return header, rows
+
+
+def siege_table(siege: Siege) -> tuple[list[str], list[list[str]]]:
+    """Final accuracies in percent: the header, and a row for each scheme undisturbed, attacked, defended."""
+    levels = siege.levels()
+    rows = []
+    for scheme, kind in siege.lines():
+        spreads = [siege.spread(scheme, kind, level) for level in levels]
+        rows.append([f"{scheme}, {kind}", *("-" if s is None else s.percent() for s in spreads)])
+    names = ["iid" if level is None else f"{siege.parameter} {level:g}" for level in levels]
+    return [f"{siege.example.byzantine} x {siege.example.attack}", *names], rows
 
 
 def _shared(config: Run | Ring, ignored: Collection[str | None]) -> tuple[Any, ...]:

@@ -15,7 +15,17 @@ from ..experiments.config import Run, describe
 from ..experiments.folder import Result, read_results
 from . import figures
 from .claims import judge_comparison, judge_rings
-from .groups import Comparison, Rings, comparisons, counterpart, final_table, rings
+from .groups import (
+    Comparison,
+    Rings,
+    Siege,
+    comparisons,
+    counterpart,
+    final_table,
+    rings,
+    siege_table,
+    sieges,
+)
 
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
@@ -49,6 +59,7 @@ def write_report(root: Path, out: Path | None = None) -> Path:
                 for s in _ring_sections(ring, out, f"-{i}" if i else "")
             ),
             *_accuracy_sections(groups, out),
+            *_siege_sections(sieges(results), out),
         ],
         "holdings": _holdings(groups, out),
         "runs": [_run_row(result) for result in sorted(results, key=lambda r: describe(r.config))],
@@ -117,6 +128,25 @@ def _accuracy_sections(groups: list[Comparison], out: Path) -> list[dict[str, An
         )
         header, rows = final_table(group)
         sections.append(section | {"claims": judge_comparison(group), "header": header, "rows": rows})
+    return sections
+
+
+def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
+    """Figures 4 and 6 to 13: a section for each attack and defense."""
+    sections = []
+    for i, siege in enumerate(found):
+        run = siege.example
+        struck = " and ".join(run.targets_struck())
+        title = f"Liars: {run.attack} on {struck}, against {run.defense}"
+        text = (
+            f"{run.byzantine} of {run.clients} clients lie about {struck}; the data is split among the "
+            f"others (among all {run.clients} where there is no attack). {run.dataset}, {run.model}, "
+            f"{run.rounds} rounds. Fewer clients with data differ less, which helps naive BatchNorm: compare "
+            "its attacked and defended runs with each other. Bands are one standard deviation over seeds."
+        )
+        section = _section(title, text, figures.siege_figure(siege), out, f"attack-{run.attack}-{i}")
+        header, rows = siege_table(siege)
+        sections.append(section | {"header": header, "rows": rows})
     return sections
 
 

@@ -49,8 +49,8 @@ class FoldedNorm(_BatchNorm):
         """Begin a round."""
         self.phase, self.seen = phase, []
 
-    def finish(self, name: str, tracked: int, passes: int) -> None:
-        """End a round of `passes` passes: share what was measured."""
+    def rows(self, name: str, passes: int) -> Moments | None:
+        """What every client measured in a round of `passes` passes, (n, c); None if nothing was."""
         seen = [moments for moments in self.seen if moments is not None]
         if len(self.seen) > passes:
             raise ValueError(
@@ -59,10 +59,12 @@ class FoldedNorm(_BatchNorm):
             )
         self.seen = []
         if self.phase.share is None or not seen:
-            return
-        rows = Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
+            return None
+        return Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
+
+    def load(self, after: Running) -> None:
+        """Take over the statistics that the server has made."""
         with torch.no_grad():
-            after = self.phase.share(self.running(tracked), rows)
             self.running_mean.copy_(after.mean)  # pyrefly: ignore
             self.running_var.copy_(after.var)  # pyrefly: ignore
             self.num_batches_tracked.add_(1)  # pyrefly: ignore

@@ -7,11 +7,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..aggregation.attacks import ATTACKS
+from ..aggregation.defenses import defense
 from .schemes import SCHEMES
 
 Precision = Literal["float32", "tf32", "bf16", "float64"]
 _PRECISIONS = get_args(Precision)
-_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3}
+_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4}
+TARGETS = ("means", "variances", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,34 @@ class Recipe:
     """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
     seed: int = 0
     """Of everything that is drawn: weights, partition, batches, dropout."""
+    byzantine: int = 0
+    """How many of the clients lie, f. They hold no data."""
+    attack: str = "none"
+    """What they send: see `fedbatchnorm list`."""
+    targets: str = "usual"
+    """What they lie about: means, variances, gradients, joined by +, or all; the attack's usual if not
+    given. Gradients under attack go through the defense, too."""
+    defense: str = "none"
+    """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
 
     def __post_init__(self):
         check_fields(self)
+
+    def honest(self) -> int:
+        """How many clients hold data and tell the truth."""
+        return self.clients - self.byzantine
+
+    def is_plain(self) -> bool:
+        """Whether nobody lies and the server expects nobody to."""
+        return not self.byzantine and self.defense == "none"
+
+    def targets_struck(self) -> tuple[str, ...]:
+        """What the liars lie about: some of means, variances, gradients."""
+        if not self.byzantine:
+            return ()
+        if self.targets == "usual":
+            return ATTACKS[self.attack].targets
+        return TARGETS if self.targets == "all" else tuple(t for t in TARGETS if t in self.targets.split("+"))
 
     def switch_step(self) -> int:
         """The step at which FixBN freezes its statistics."""
@@ -66,6 +94,13 @@ _RULES: dict[str, tuple[type, Any, str]] = {
     "precision": (str, lambda v: v in _PRECISIONS, f"one of {', '.join(_PRECISIONS)}"),
     "seed": (int, lambda v: 0 <= v < 2**63, "a whole number from 0 on"),
     "evaluate_every": (int, lambda v: v >= 1, "at least 1"),
+    "byzantine": (int, lambda v: v >= 0, "at least 0"),
+    "attack": (str, lambda v: v == "none" or v in ATTACKS, f"none or one of {', '.join(ATTACKS)}"),
+    "targets": (
+        str,
+        lambda v: v in ("usual", "all") or set(v.split("+")) <= set(TARGETS),
+        f"usual, all, or some of {', '.join(TARGETS)}, joined by +",
+    ),
 }
 
 
@@ -84,6 +119,25 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, field.name, value)
         if type(value) is not kind or not fine(value):
             raise ValueError(f"{field.name} is {value!r}; it must be {wanted}")
+    if isinstance(config, Recipe):
+        _check_adversary(config)
+
+
+def _check_adversary(recipe: Recipe) -> None:
+    """Liars, attack, targets and defense must go together."""
+    f, n = recipe.byzantine, recipe.clients
+    if recipe.defense != "none":
+        defense(recipe.defense, f)
+    if (f > 0) != (recipe.attack != "none"):
+        raise ValueError(f"byzantine is {f} and attack is {recipe.attack!r}; give both, or neither")
+    if f and 2 * f >= n:
+        raise ValueError(f"byzantine is {f} of {n} clients; nothing helps against half of them or more")
+    if not recipe.is_plain() and recipe.scheme == "centralized":
+        raise ValueError(
+            "scheme is 'centralized', which has no clients that could lie: choose another scheme"
+        )
+    if "gradients" in recipe.targets_struck() and recipe.weighting == "size":
+        raise ValueError("weighting is 'size', but robust rules for gradients weigh all clients the same")
 
 
 def stream(seed: int, what: str, step: int = 0) -> np.random.Generator:

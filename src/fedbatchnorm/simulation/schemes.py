@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..aggregation.statistics import robust_update
 from ..norm.moments import Moments, Running, accumulator_dtype, combine, normalise, update_running
+from ..norm.reduce import in_transform, statistics_dtype
 
 Normalise = Callable[..., tuple[Tensor, Moments | None]]
 Share = Callable[[Running, Moments], Running]
+MergeRows = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Phase(NamedTuple):
@@ -22,11 +25,16 @@ class Phase(NamedTuple):
 
     normalise: (x, running, clients=, weight=, bias=) -> (y, Moments (clients, c), or None).
     share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
+    merge_rows: the same from rows that clients may lie about, through the server's rule:
+        (means (n, d), variances (n, d), beta=, total=, aggregator=) -> (mean (d,), variance (d,)).
+    pooled: variances are corrected for the number of values of all clients, not of one.
     union: the clients' batches count as one batch.
     """
 
     normalise: Normalise
     share: Share | None
+    merge_rows: MergeRows | None = None
+    pooled: bool = True
     union: bool = False
 
 
@@ -72,6 +80,13 @@ def with_own_batch(
         ([-1.0, 1.0, -1.0, 1.0], [1.0, 100.0])
     """
     channels = x.shape[1]
+    if in_transform() and clients == 1:  # no buffer can be written to there
+        dims = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(x.to(statistics_dtype(x)), dims, correction=0, keepdim=True)
+        y = ((x - mean) * (var + running.eps).rsqrt()).to(x.dtype)
+        for factor, combine_with in ((weight, torch.mul), (bias, torch.add)):
+            y = y if factor is None else combine_with(y, factor.view_as(mean))
+        return y, Moments(x.numel() // channels, mean.detach().view(1, -1), var.detach().view(1, -1))
     mean, unbiased = (running.mean.new_zeros(clients * channels) for _ in range(2))
     if clients > 1:
         x = x.unflatten(0, (clients, -1)).movedim(0, 1).flatten(1, 2)
@@ -113,9 +128,16 @@ def average(running: Running, seen: Moments) -> Running:
     return update_running(running, Moments(seen.count, mean, var))
 
 
-_NAIVE = Phase(with_own_batch, average)
+def average_rows(
+    means: Tensor, variances: Tensor, *, beta: Tensor, total: Tensor, aggregator: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Running statistics through the server's rule, each on its own: `average`, with the mean replaced."""
+    return aggregator(means), aggregator(variances)
+
+
+_NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)
 _UNION = Phase(with_own_batch, merge_exactly, union=True)
-_FBN = Phase(normalise, merge_exactly)
+_FBN = Phase(normalise, merge_exactly, robust_update)
 
 SCHEMES: dict[str, Scheme] = {
     "centralized": Scheme("Centralised", "BatchNorm on the union of all batches", _UNION, _UNION),

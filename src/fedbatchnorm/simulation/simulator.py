@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from ..data.datasets import Dataset, Split
+from .byzantine import client_gradients, server_rule, share_robustly, with_lies
 from .fold import fold
 from .recipe import Recipe, learning_rate, stream, torch_seed
-from .schemes import SCHEMES
+from .schemes import SCHEMES, Phase
 
 _PASS_BYTES = 2**22  # on a CPU the largest activation of a pass stays in the cache if below this
 _EVALUATION_BATCH = 1000
@@ -77,8 +78,8 @@ class Simulation:
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1")
-        if len(parts) != recipe.clients:
-            raise ValueError(f"clients is {recipe.clients}, but the data is split into {len(parts)} parts")
+        if len(parts) != recipe.honest():
+            raise ValueError(f"{recipe.honest()} clients hold data, but it is split into {len(parts)} parts")
         self.recipe, self.device = recipe, torch.device(device)
         self.parts = [np.asarray(part) for part in parts]
         empty = [i for i, part in enumerate(self.parts) if not len(part)]
@@ -91,6 +92,9 @@ class Simulation:
         self.layers = fold(self.model, recipe.beta)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        if "gradients" in recipe.targets_struck():  # then no mean stands for the clients' momenta
+            size = sum(p.numel() for p in self.parameters)
+            self.velocity = [torch.zeros(recipe.honest(), size, device=self.device, dtype=dtype)]
         self.step = 0
         sizes = np.array([len(part) for part in self.parts], float)
         share = sizes / sizes.sum() if recipe.weighting == "size" else np.full(len(parts), 1 / len(parts))
@@ -99,8 +103,8 @@ class Simulation:
         largest = self._try_model()
         fitting = _PASS_BYTES // largest if self.device.type == "cpu" else _EVALUATION_BATCH
         self._samples = min(_EVALUATION_BATCH, 4 * fitting + 1)  # without gradients there is more room
-        whole = recipe.clients if self.device.type != "cpu" else fitting // recipe.batch
-        self._chunk = chunk or max(1, min(recipe.clients, whole))
+        whole = recipe.honest() if self.device.type != "cpu" else fitting // recipe.batch
+        self._chunk = chunk or max(1, min(recipe.honest(), whole))
 
     def round(self) -> Tensor:
         """One round of all clients; returns the mean training loss, without waiting for the device."""
@@ -108,18 +112,21 @@ class Simulation:
         phase = self.scheme.phase(self.step, recipe.switch_step())
         index = draw(self.parts, batch, stream(recipe.seed, "batches", self.step))
         index = torch.from_numpy(index.ravel()).to(self.device, non_blocking=True)
-        size = (recipe.clients if phase.union else self._chunk) * batch
-        total = self._weights.new_zeros(())
         for layer in self.layers.values():
             layer.start(phase)
         self.model.train()
-        passes = list(zip(index.split(size), self._weights.split(size), strict=True))
         with self._random("dropout"), self._arithmetic():
-            for chosen, weights in passes:
-                total += self._learn(chosen, weights)
-        self._descend()
-        for name, layer in self.layers.items():
-            layer.finish(name, self.step, len(passes))
+            if "gradients" in recipe.targets_struck():
+                passes, total = 1, self._learn_each(index)
+            else:
+                size = (recipe.clients if phase.union else self._chunk) * batch
+                parts = list(zip(index.split(size), self._weights.split(size), strict=True))
+                passes, total = (
+                    len(parts),
+                    sum((self._learn(*part) for part in parts), self._weights.new_zeros(())),
+                )
+                self._descend()
+        self._share(phase, passes)
         self.step += 1
         return total
 
@@ -161,6 +168,34 @@ class Simulation:
         loss = F.cross_entropy(scores, self.data.train.y[chosen], reduction="none") @ weights
         loss.backward()
         return loss.detach()
+
+    def _learn_each(self, index: Tensor) -> Tensor:
+        """Robust-DSGD: every client's own gradient and momentum, the liars', and the server's rule."""
+        recipe = self.recipe
+        x, y = self.data.inputs(self.data.train.x[index]), self.data.train.y[index]
+        shape = (recipe.honest(), recipe.batch)
+        rows, losses = client_gradients(
+            self.model, self.layers, x.unflatten(0, shape), y.unflatten(0, shape), self._chunk
+        )
+        momenta = self.velocity[0].mul_(recipe.momentum).add_(rows, alpha=1 - recipe.momentum)
+        rule = server_rule(recipe) if bool(momenta.isfinite().all()) else lambda rows: rows.mean(0)
+        direction = rule(with_lies(momenta, recipe, "gradients", rule, self.step))
+        with torch.no_grad():
+            sizes = [p.numel() for p in self.parameters]
+            for p, part in zip(self.parameters, direction.split(sizes), strict=True):
+                p.sub_(part.view_as(p), alpha=learning_rate(recipe, self.step))
+        return losses.mean()
+
+    def _share(self, phase: Phase, passes: int) -> None:
+        """The server's part of a round: the statistics that all clients go on with."""
+        rows = {name: layer.rows(name, passes) for name, layer in self.layers.items()}
+        seen = {name: (self.layers[name].running(self.step), r) for name, r in rows.items() if r is not None}
+        if self.recipe.is_plain():
+            after = {name: phase.share(*pair) for name, pair in seen.items()} if phase.share else {}
+        else:
+            after = share_robustly(phase, seen, self.recipe, self.step) if seen else {}
+        for name, running in after.items():
+            self.layers[name].load(running)
 
     def _forward(self, x: Tensor) -> Tensor:
         half = self.recipe.precision == "bf16"

@@ -1,0 +1,136 @@
+"""What lying clients send: one vector made from the honest ones, (h, d) -> (d,), the same for every liar.
+
+One table, `ATTACKS`. With h the honest mean and s the honest standard deviation of each coordinate. Attacks
+know everything that the honest clients send; the optimised ones also know the server's rule.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Defense = Callable[[Tensor], Tensor]  # (n, d) -> (d,)
+
+
+def sign_flipping(honest: Tensor) -> Tensor:
+    """-h (Allen-Zhu et al., 2020).
+
+    Example:
+        >>> sign_flipping(torch.tensor([[1.0], [3.0]]))
+        tensor([-2.])
+    """
+    return -honest.mean(0)
+
+
+def fall_of_empires(honest: Tensor, tau: float = 2.0) -> Tensor:
+    """-tau h (Xie et al., 2020)."""
+    return -tau * honest.mean(0)
+
+
+def a_little_is_enough(honest: Tensor, tau: float = 1.5) -> Tensor:
+    """h + tau s, with the sample deviation, n - 1 (Baruch et al., 2019)."""
+    if len(honest) < 2:
+        return honest.mean(0)
+    return honest.mean(0) + tau * honest.std(0)
+
+
+def mimic(honest: Tensor, client: int = 0) -> Tensor:
+    """What one honest client sends, over-represented (Karimireddy et al., 2022)."""
+    return honest[client].clone()
+
+
+def gaussian(honest: Tensor, *, generator: torch.Generator, mean: float = 0.0, sd: float = 1.0) -> Tensor:
+    """Noise."""
+    noise = torch.randn(honest.shape[1:], generator=generator, dtype=honest.dtype, device=generator.device)
+    return mean + sd * noise.to(honest.device)
+
+
+def infinity(honest: Tensor) -> Tensor:
+    """Infinity everywhere: a fault more than an attack."""
+    return torch.full_like(honest[0], torch.inf)
+
+
+def not_a_number(honest: Tensor) -> Tensor:
+    """NaN everywhere: a fault more than an attack."""
+    return torch.full_like(honest[0], torch.nan)
+
+
+def optimised(
+    attack: Callable[[Tensor, float], Tensor], honest: Tensor, f: int, defense: Defense, evaluations: int = 20
+) -> Tensor:
+    """The attack with the tau that takes the server's result furthest from the honest mean.
+
+    Args:
+        attack: (honest, tau) -> vector.
+        honest: (h, d).
+        f: how many liars send the vector.
+        defense: the server's rule on all h + f rows.
+        evaluations: how often the rule is tried out.
+    """
+    centre = honest.mean(0)
+
+    def damage(tau: float) -> float:
+        lies = attack(honest, tau).expand(f, -1)
+        return float((defense(torch.cat([honest, lies])) - centre).norm())
+
+    return attack(honest, line_search(damage, evaluations))
+
+
+def line_search(
+    height: Callable[[float], float],
+    evaluations: int,
+    start: float = 0.0,
+    step: float = 10.0,
+    ratio: float = 0.8,
+) -> float:
+    """The best place found for a maximum of `height`, in a number of evaluations.
+
+    Each stride goes out from the best place so far. Strides double while every one leads upwards; from the
+    first that does not, they get shorter.
+
+    Example:
+        >>> line_search(lambda x: -abs(x - 30), 20)
+        30.0
+    """
+    best, highest, growing = start, height(start), True
+    for _ in range(evaluations - 1):
+        found = height(best + step)
+        growing &= found > highest
+        if found > highest:
+            best, highest = best + step, found
+        step *= 2 if growing else ratio
+    return best
+
+
+class Attack(NamedTuple):
+    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text."""
+
+    lie: Callable[[Tensor, int, Defense, torch.Generator], Tensor]
+    targets: tuple[str, ...]
+    summary: str
+
+
+_BOTH = ("means", "variances")
+
+ATTACKS: dict[str, Attack] = {
+    "sf": Attack(lambda h, f, d, g: sign_flipping(h), ("means",), "sign flipping: minus the honest mean"),
+    "foe": Attack(lambda h, f, d, g: fall_of_empires(h), _BOTH, "fall of empires: -2 times the honest mean"),
+    "alie": Attack(
+        lambda h, f, d, g: a_little_is_enough(h), _BOTH, "a little is enough: mean + 1.5 deviations"
+    ),
+    "opt_foe": Attack(
+        lambda h, f, d, g: optimised(fall_of_empires, h, f, d),
+        _BOTH,
+        "fall of empires, factor by line search",
+    ),
+    "opt_alie": Attack(
+        lambda h, f, d, g: optimised(a_little_is_enough, h, f, d),
+        _BOTH,
+        "a little is enough, factor by line search",
+    ),
+    "mimic": Attack(lambda h, f, d, g: mimic(h), _BOTH, "what honest client 0 sends"),
+    "gaussian": Attack(lambda h, f, d, g: gaussian(h, generator=g), _BOTH, "standard normal noise"),
+    "infinity": Attack(lambda h, f, d, g: infinity(h), _BOTH, "infinity everywhere"),
+    "nan": Attack(lambda h, f, d, g: not_a_number(h), _BOTH, "not a number everywhere"),
+}

@@ -1,0 +1,60 @@
+"""What a server may do with n clients' vectors before it aggregates them: (n, d) -> (m, d).
+
+One table, `MIXING`; every function takes (rows, f), keeps type and device, and leaves the rows as they are.
+"""
+
+import torch
+from torch import Tensor
+
+from .aggregators import Rule, _shrink, check, distances, usable
+
+
+def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
+    """Each row becomes the mean of the n - f rows nearest to it, itself included (Allouah et al., 2023).
+
+    A matrix of weights (n, n) times the rows. A row that is not finite is nobody's neighbour, and becomes
+    the mean of the others; more than f of them are an error.
+
+    Example:
+        >>> nearest_neighbours(torch.tensor([[0.0], [2.0], [100.0]]), f=1)
+        tensor([[ 1.],
+                [ 1.],
+                [51.]])
+    """
+    n = check(rows, f)
+    good = usable(rows, f)
+    nearest = distances(rows).argsort(dim=1, stable=True)[:, : n - f]
+    weights = rows.new_zeros(n, n).scatter_(1, nearest, 1 / (n - f))
+    weights = torch.where(good.unsqueeze(1), weights, good.to(rows.dtype) / good.sum())
+    return weights @ torch.where(good.unsqueeze(1), rows, 0)
+
+
+def bucketing(rows: Tensor, f: int = 0, *, size: int = 2, generator: torch.Generator) -> Tensor:
+    """Means of random groups of `size` rows, (ceil(n / size), d) (Karimireddy et al., 2022)."""
+    n = check(rows, f)
+    if size < 1:
+        raise ValueError(f"size is {size}; it must be at least 1")
+    order = torch.randperm(n, generator=generator, device=generator.device).to(rows.device)
+    return torch.stack([group.mean(0) for group in rows[order].split(size)])
+
+
+def clipping(rows: Tensor, f: int = 0, *, radius: float = 2.0) -> Tensor:
+    """Rows longer than `radius` are brought to that length; those that are not finite become 0."""
+    check(rows, f)
+    good = rows.isfinite().all(1, keepdim=True)
+    rows = torch.where(good, rows, 0)
+    return rows * _shrink(rows.norm(dim=1), radius)
+
+
+def adaptive_clipping(rows: Tensor, f: int) -> Tensor:
+    """ARC: the floor(2 f (n - f) / n) longest rows become as long as the next (Allouah et al., 2025)."""
+    n = check(rows, f)
+    good = usable(rows, f)
+    rows = torch.where(good.unsqueeze(1), rows, 0)
+    norms = rows.norm(dim=1)
+    ranked = torch.where(good, norms, torch.inf).sort(descending=True).values
+    radius = ranked[int(2 * f / n * (n - f))]
+    return rows * _shrink(norms, radius)
+
+
+MIXING: dict[str, Rule] = {"nnm": nearest_neighbours, "arc": adaptive_clipping, "clipping": clipping}

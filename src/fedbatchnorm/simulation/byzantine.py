@@ -1,0 +1,145 @@
+"""Clients that lie, and a server that expects it: what is sent in a round, and what comes of it.
+
+The liars hold no data. They know what the honest clients send, and all send the same. They lie about rows of
+running means, running variances and gradients, as the server forms them, past its verdicts: so that what is
+measured is the aggregator alone.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..aggregation.attacks import ATTACKS
+from ..aggregation.defenses import defense
+from ..norm.moments import Moments, Running, accumulator_dtype, round_momentum, tracked_steps
+from .fold import FoldedNorm
+from .recipe import Recipe, torch_seed
+from .schemes import Phase
+
+Rule = Callable[[Tensor], Tensor]
+
+
+def server_rule(recipe: Recipe) -> Rule:
+    """What the server does with n rows: (n, d) -> (d,). Undefended, it takes the mean of whatever comes."""
+    if recipe.defense == "none":
+        return lambda rows: rows.mean(0)
+    return defense(recipe.defense, recipe.byzantine)
+
+
+def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) -> Tensor:
+    """The honest rows (h, d) and those of the liars below them, (n, d).
+
+    Where a liar does not lie it sends the honest mean.
+
+    Args:
+        honest: (h, d).
+        recipe: how many lie, how, and about what.
+        what: means, variances or gradients.
+        rule: the server's, which some attacks know.
+        step: the round.
+    """
+    f = recipe.byzantine
+    if not f:
+        return honest
+    if what in recipe.targets_struck():
+        generator = torch.Generator().manual_seed(torch_seed(recipe.seed, "attack", step))
+        sent = ATTACKS[recipe.attack].lie(honest, f, rule, generator)
+    else:
+        sent = honest.mean(0)
+    return torch.cat([honest, sent.expand(f, -1)])
+
+
+def share_robustly(
+    phase: Phase, layers: Mapping[str, tuple[Running, Moments]], recipe: Recipe, step: int
+) -> dict[str, Running]:
+    """The next statistics of all layers, through the server's rule (design of the robust server; section 5).
+
+    The rows of all layers are concatenated, and each kind of row goes through the rule on its own. Where the
+    honest clients' rows are not finite, training has diverged: no row is usable, and the statistics stay.
+
+    Args:
+        phase: how the scheme merges rows.
+        layers: layer name -> statistics before the round, and the honest clients' moments (h, c).
+        recipe: clients, liars, attack, defense.
+        step: the round.
+    """
+    rule = server_rule(recipe)
+    running = [r for r, _ in layers.values()]
+    seen = [m for _, m in layers.values()]
+    exact = accumulator_dtype(running[0].mean)
+    m, v = (
+        torch.cat([t.to(exact) for t in parts])
+        for parts in zip(*((r.mean, r.var) for r in running), strict=True)
+    )
+    means = torch.cat([s.mean.to(exact) for s in seen], dim=1)
+    variances = torch.cat([s.var.to(exact) for s in seen], dim=1)
+    if not bool(means.isfinite().all() & variances.isfinite().all()):
+        return {name: r for name, (r, _) in layers.items()}
+    beta, total, floor = (
+        torch.cat(
+            [torch.full_like(r.mean, value, dtype=exact) for r, value in zip(running, values, strict=True)]
+        )
+        for values in (
+            [round_momentum(r.momentum, r.tracked) for r in running],
+            [float(s.count) * (recipe.clients if phase.pooled else 1) for s in seen],
+            [r.eps for r in running],
+        )
+    )
+    total = total.clamp(min=2)
+    means = with_lies((1 - beta) * m + beta * means, recipe, "means", rule, step)
+    variances = (1 - beta) * v + beta * total / (total - 1) * variances
+    variances = with_lies(variances, recipe, "variances", rule, step)
+    assert phase.merge_rows is not None
+    mean, var = phase.merge_rows(means, variances, beta=beta, total=total, aggregator=rule)
+    var = torch.maximum(var, floor)
+    sizes = [len(r.mean) for r in running]
+    return {
+        name: r._replace(
+            mean=new_mean.to(r.mean), var=new_var.to(r.var), tracked=r.tracked + tracked_steps(1)
+        )
+        for name, r, new_mean, new_var in zip(
+            layers, running, mean.split(sizes), var.split(sizes), strict=True
+        )
+    }
+
+
+def client_gradients(
+    model: nn.Module, layers: Mapping[str, FoldedNorm], x: Tensor, y: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Every client's own gradient in one pass: `vmap` over the clients (Robust-DSGD).
+
+    What the clients measure is left in the layers, as after an ordinary pass.
+
+    Args:
+        model: in training mode.
+        layers: its normalisation layers, started for the round.
+        x: (h, batch, ...), the clients' inputs.
+        y: (h, batch).
+        chunk: clients at a time.
+
+    Returns:
+        Gradients (h, P), flattened in the order of the parameters, and losses (h,).
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for layer in layers.values():
+        layer.clients = 1
+
+    def loss(
+        parameters: dict[str, Tensor], x: Tensor, y: Tensor
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        for layer in layers.values():
+            layer.seen = []
+        value = F.cross_entropy(torch.func.functional_call(model, parameters, (x,)).to(x.dtype), y)
+        seen = {name: layer.seen[0] for name, layer in layers.items() if layer.seen}
+        counts.update({name: m.count for name, m in seen.items() if m is not None})
+        return value, {name: (m.mean[0], m.var[0]) for name, m in seen.items() if m is not None}
+
+    counts: dict[str, int | Tensor] = {}
+    each = torch.func.grad_and_value(loss, has_aux=True)
+    over = torch.func.vmap(each, in_dims=(None, 0, 0), randomness="different", chunk_size=chunk)
+    gradients, (losses, seen) = over(parameters, x, y)
+    for name, layer in layers.items():
+        layer.seen = [Moments(counts[name], *seen[name])] if name in seen else []
+    return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).detach(), losses.detach()
