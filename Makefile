@@ -36,6 +36,7 @@ test: lint
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layer.py
 	$(BIN)/python benchmarks/round.py
+	$(BIN)/python benchmarks/rules.py
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

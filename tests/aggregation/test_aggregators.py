@@ -1,6 +1,8 @@
 """Robust rules: by value against byzfl, by their properties, and against slow twins."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -200,9 +202,29 @@ def slow_neighbours(rows, f):
 
 
 @pytest.mark.parametrize(("n", "f", "d"), [(1, 0, 3), (5, 2, 4), (10, 3, 40), (21, 9, 7)])
-def test_nearest_neighbours_equal_a_plain_loop(n, f, d):
+@pytest.mark.parametrize("block", [None, 1, 8, 50])
+def test_nearest_neighbours_equal_a_plain_loop(n, f, d, block, monkeypatch):
+    if block is not None:
+        monkeypatch.setattr("fedbatchnorm.aggregation.aggregators._BLOCK", block)
     rows = sample(n, d, seed=n)
     torch.testing.assert_close(nearest_neighbours(rows, f), slow_neighbours(rows, f))
+
+
+def test_nearest_neighbours_need_no_memory_to_speak_of():
+    """Beyond input and output: a matrix (n, n) and a block, however long the rows are."""
+    code = """
+import resource, torch
+from fedbatchnorm.aggregation.mixing import nearest_neighbours
+torch.set_num_threads(1)
+nearest_neighbours(torch.randn(20, 1000), 5)
+rows = torch.randn(20, 1_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = nearest_neighbours(rows, 5)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / (rows.numel() * rows.element_size()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.3  # in sizes of the input: the output, and little more
 
 
 def test_a_far_liar_does_not_take_the_digits_from_the_others():

@@ -6,12 +6,14 @@ they are, and refuses 2f >= n. A value that is not a number counts as +infinity:
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Rule = Callable[[Tensor, int], Tensor]
 
 _SMOOTHING, _CONVERGED, _STEPS = 1e-9, 1e-10, 1000
+_BLOCK = 2**17  # values
 
 
 def mean(rows: Tensor, f: int = 0) -> Tensor:
@@ -22,9 +24,10 @@ def mean(rows: Tensor, f: int = 0) -> Tensor:
         tensor([2., 4.])
     """
     check(rows, f)
-    if not bool(rows.isfinite().all()):
+    found = rows.mean(0)
+    if not bool(found.isfinite().all()):
         raise ValueError("mean: a row is not finite, and a plain mean cannot leave it out; use a robust rule")
-    return rows.mean(0)
+    return found
 
 
 def median(rows: Tensor, f: int = 0) -> Tensor:
@@ -74,11 +77,12 @@ def geometric_median(rows: Tensor, f: int = 0) -> Tensor:
     Rows that are not finite are left out; more than f of them are an error.
     """
     check(rows, f)
-    rows = rows[usable(rows, f)]
+    good = usable(rows, f)
+    rows = rows if bool(good.all()) else rows[good]
     point = median(rows)
-    scale = float((rows - point).norm(dim=1).median())
+    scale = float(_lengths(rows, point).median())
     for _ in range(_STEPS if scale > 0 else 0):  # at 0 most rows are the point itself
-        weights = 1 / (rows - point).norm(dim=1).clamp(min=_SMOOTHING * scale)
+        weights = 1 / _lengths(rows, point).clamp(min=_SMOOTHING * scale)
         moved = (weights @ rows) / weights.sum()
         step = float((moved - point).norm())
         point = moved
@@ -103,11 +107,11 @@ def centred_clipping(
     """
     check(rows, f)
     good = usable(rows, f)
-    rows = torch.where(good.unsqueeze(1), rows, 0)
+    rows = only(rows, good)
     point = torch.zeros_like(rows[0]) if centre is None else centre.to(rows)
     for _ in range(steps):
-        apart = (rows - point) * good.unsqueeze(1)
-        point = point + (apart * _shrink(apart.norm(dim=1), radius)).mean(0)
+        factor = shrink(_lengths(rows, point), radius) * good
+        point = point + (factor @ rows) / len(rows) - factor.mean() * point
     return point
 
 
@@ -133,7 +137,7 @@ def check(rows: Tensor, f: int) -> int:
 
 def usable(rows: Tensor, f: int) -> Tensor:
     """Which rows are finite, (n,); an error if more than f are not."""
-    good = rows.isfinite().all(1)
+    good = finite(rows)
     bad = len(rows) - int(good.sum())
     if bad > f:
         raise ValueError(
@@ -142,20 +146,49 @@ def usable(rows: Tensor, f: int) -> Tensor:
     return good
 
 
+def finite(rows: Tensor) -> Tensor:
+    """Which rows hold nothing but numbers, (n,)."""
+    good = torch.linalg.vector_norm(rows, dim=1).isfinite()
+    if bool(good.all()):
+        return good
+    good = torch.ones_like(good)  # a length may have overflowed
+    for block in blocks(rows):
+        good &= block.isfinite().all(1)
+    return good
+
+
+def only(rows: Tensor, good: Tensor) -> Tensor:
+    """The rows, with 0 in place of those that are not good; a copy only if there are any."""
+    return rows if bool(good.all()) else torch.where(good.unsqueeze(1), rows, 0)
+
+
+def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
+    """The factors that bring rows of these lengths to at most `radius`, (n,)."""
+    return torch.where(lengths > radius, radius / lengths, torch.ones_like(lengths))
+
+
 def distances(rows: Tensor) -> Tensor:
     """Squared Euclidean distances, (n, n): infinite from and to a row that is not finite.
 
-    By one matrix product. Rows are taken about the median first: no liar, however far off, takes the
-    digits away from the distances among the others.
+    By matrix products, block by block, so that it takes no memory to speak of. Rows are taken about the one
+    of median length: no liar, however far off, takes the digits away from the distances among the others.
     """
-    good = rows.isfinite().all(1)
-    rows = torch.where(good.unsqueeze(1), rows, 0)
-    if bool(good.any()):
-        rows = torch.where(good.unsqueeze(1), rows - median(rows[good]), 0)
-    squares = rows.square().sum(1)
-    found = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * (rows @ rows.T)).clamp(min=0)
+    n, good = len(rows), finite(rows)
+    lengths = torch.stack([block.square().sum(1) for block in blocks(rows)]).sum(0)
+    middle = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2]
+    products = rows.new_zeros(n, n)
+    for block in blocks(rows):
+        apart = torch.where(good.unsqueeze(1), block - block[middle], 0)
+        products += apart @ apart.T
+    squares = products.diagonal()
+    found = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * products).clamp(min=0)
     found.fill_diagonal_(0)
     return found.masked_fill(~(good.unsqueeze(0) & good.unsqueeze(1)), torch.inf)
+
+
+def blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """The rows in pieces (n, b) that stay in the cache, as views."""
+    return rows.split(max(1, _BLOCK // len(rows)), dim=1)
 
 
 def _in_order(rows: Tensor) -> Tensor:
@@ -174,10 +207,17 @@ def _scores(rows: Tensor, f: int) -> Tensor:
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """Each coordinate in order, with what is not a number at the upper end."""
-    return torch.where(rows.isnan(), torch.inf, rows).sort(0).values
+    """Each coordinate in order, with what is not a number as infinity at the upper end."""
+    if rows.device.type != "cpu":
+        return torch.where(rows.isnan(), torch.inf, rows).sort(0).values
+    # On a CPU numpy sorts a few times faster, and puts what is not a number last by itself.
+    ordered = torch.from_numpy(np.sort(rows.detach().numpy(), axis=0))
+    return (
+        ordered.nan_to_num_(torch.inf, torch.inf, -torch.inf) if bool(ordered[-1].isnan().any()) else ordered
+    )
 
 
-def _shrink(norms: Tensor, radius: float | Tensor) -> Tensor:
-    """The factor that brings each row to at most this length, (n, 1)."""
-    return torch.where(norms > radius, radius / norms, torch.ones_like(norms)).unsqueeze(1)
+def _lengths(rows: Tensor, point: Tensor) -> Tensor:
+    """The distance of each row from a point, (n,), without their differences in memory."""
+    exactly = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(rows, point.unsqueeze(0), compute_mode=exactly).squeeze(1)

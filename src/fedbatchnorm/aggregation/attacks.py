@@ -46,6 +46,13 @@ def gaussian(honest: Tensor, *, generator: torch.Generator, mean: float = 0.0, s
     return mean + sd * noise.to(honest.device)
 
 
+def spike(honest: Tensor, *, generator: torch.Generator, size: float = 1e6) -> Tensor:
+    """The honest mean, but for one coordinate: a broken client, or one that hopes not to be noticed."""
+    sent = honest.mean(0)
+    sent[int(torch.randint(len(sent), (1,), generator=generator, device=generator.device))] = size
+    return sent
+
+
 def infinity(honest: Tensor) -> Tensor:
     """Infinity everywhere: a fault more than an attack."""
     return torch.full_like(honest[0], torch.inf)
@@ -131,6 +138,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "mimic": Attack(lambda h, f, d, g: mimic(h), _BOTH, "what honest client 0 sends"),
     "gaussian": Attack(lambda h, f, d, g: gaussian(h, generator=g), _BOTH, "standard normal noise"),
+    "spike": Attack(lambda h, f, d, g: spike(h, generator=g), _BOTH, "1e6 on one coordinate"),
     "infinity": Attack(lambda h, f, d, g: infinity(h), _BOTH, "infinity everywhere"),
     "nan": Attack(lambda h, f, d, g: not_a_number(h), _BOTH, "not a number everywhere"),
 }

@@ -6,13 +6,14 @@ One table, `MIXING`; every function takes (rows, f), keeps type and device, and 
 import torch
 from torch import Tensor
 
-from .aggregators import Rule, _shrink, check, distances, usable
+from .aggregators import Rule, blocks, check, distances, finite, only, shrink, usable
 
 
 def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
     """Each row becomes the mean of the n - f rows nearest to it, itself included (Allouah et al., 2023).
 
-    A matrix of weights (n, n) times the rows. A row that is not finite is nobody's neighbour, and becomes
+    A matrix of weights (n, n) times the rows, block by block: beyond its result it needs no more memory than
+    that matrix and a block. A row that is not finite is nobody's neighbour, and becomes
     the mean of the others; more than f of them are an error.
 
     Example:
@@ -26,7 +27,10 @@ def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
     nearest = distances(rows).argsort(dim=1, stable=True)[:, : n - f]
     weights = rows.new_zeros(n, n).scatter_(1, nearest, 1 / (n - f))
     weights = torch.where(good.unsqueeze(1), weights, good.to(rows.dtype) / good.sum())
-    return weights @ torch.where(good.unsqueeze(1), rows, 0)
+    mixed = torch.empty_like(rows)
+    for block, into in zip(blocks(rows), blocks(mixed), strict=True):
+        torch.matmul(weights, only(block, good), out=into)
+    return mixed
 
 
 def bucketing(rows: Tensor, f: int = 0, *, size: int = 2, generator: torch.Generator) -> Tensor:
@@ -41,20 +45,19 @@ def bucketing(rows: Tensor, f: int = 0, *, size: int = 2, generator: torch.Gener
 def clipping(rows: Tensor, f: int = 0, *, radius: float = 2.0) -> Tensor:
     """Rows longer than `radius` are brought to that length; those that are not finite become 0."""
     check(rows, f)
-    good = rows.isfinite().all(1, keepdim=True)
-    rows = torch.where(good, rows, 0)
-    return rows * _shrink(rows.norm(dim=1), radius)
+    rows = only(rows, finite(rows))
+    return rows * shrink(rows.norm(dim=1), radius).unsqueeze(1)
 
 
 def adaptive_clipping(rows: Tensor, f: int) -> Tensor:
     """ARC: the floor(2 f (n - f) / n) longest rows become as long as the next (Allouah et al., 2025)."""
     n = check(rows, f)
     good = usable(rows, f)
-    rows = torch.where(good.unsqueeze(1), rows, 0)
+    rows = only(rows, good)
     norms = rows.norm(dim=1)
     ranked = torch.where(good, norms, torch.inf).sort(descending=True).values
     radius = ranked[int(2 * f / n * (n - f))]
-    return rows * _shrink(norms, radius)
+    return rows * shrink(norms, radius).unsqueeze(1)
 
 
 MIXING: dict[str, Rule] = {"nnm": nearest_neighbours, "arc": adaptive_clipping, "clipping": clipping}
