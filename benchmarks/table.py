@@ -37,9 +37,10 @@ activations back and faults it in anew, which is why whole batches of 500 take l
 RULES = """
 ## Robust rules
 
-Each rule over straightforward numpy that goes client by client: below 1 ours is faster. `python
-benchmarks/rules.py` measures it on your machine. f is the largest that n allows. Nearest-neighbour mixing takes
-no memory beyond its result but a matrix (n, n) and a block of columns.
+Each rule over straightforward numpy that goes client by client: below 1 ours is faster; checks of what was
+sent are part of ours, and show in the smallest sizes and the plain mean. `python benchmarks/rules.py` measures
+it on your machine. f is the largest that n allows. Beyond its result, nearest-neighbour mixing takes the
+memory of a matrix (n, n) and a block of columns.
 """
 
 
@@ -106,9 +107,9 @@ def page():
     def sections(pattern, section):
         return "".join(section(json.loads(f.read_text())) for f in sorted(RESULTS.glob(pattern)))
 
-    return (
-        HEAD + LAYERS + sections("layer-*.json", layers) + ROUNDS + sections("round-*.json", federated_rounds)
-    )
+    text = HEAD + LAYERS + sections("layer-*.json", layers)
+    text += ROUNDS + sections("round-*.json", federated_rounds)
+    return text + RULES + sections("rules-*.json", robust_rules)
 
 
 if __name__ == "__main__":
