@@ -37,10 +37,10 @@ activations back and faults it in anew, which is why whole batches of 500 take l
 RULES = """
 ## Robust rules
 
-Each rule over straightforward numpy that goes client by client: below 1 ours is faster; checks of what was
-sent are part of ours, and show in the smallest sizes and the plain mean. `python benchmarks/rules.py`
-measures it on your machine. f is the largest that n allows. Beyond its result, nearest-neighbour mixing takes the
-memory of a matrix (n, n) and a block of columns.
+Each rule over straightforward numpy that goes client by client: below 1 ours is faster. Checks of what was
+sent are part of ours, and show in the smallest sizes and the plain mean. f is the largest that n allows.
+Beyond its result, nearest-neighbour mixing takes the memory of a matrix (n, n) and a block of columns.
+`python benchmarks/rules.py` measures it on your machine.
 """
 
 
