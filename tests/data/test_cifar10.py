@@ -139,10 +139,6 @@ def test_download_unpacks_what_the_checksum_vouches_for(small, tmp_path, server)
     assert files_below(root) == sorted(f"{FOLDER}/{name}" for name in FILES)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
-)
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("what", ["wrong checksum", "not there", "nobody listens"])
 def test_a_failed_download_says_what_to_fetch_and_where_to_put_it(small, tmp_path, server, what):
     served, address = server
