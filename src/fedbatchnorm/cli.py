@@ -170,7 +170,7 @@ def report(runs: tyro.conf.Positional[Path], out: Path | None = None) -> None:
 
 
 def list_names() -> None:
-    """Everything that has a name: schemes, datasets, partitions, models, figures."""
+    """Everything that has a name: schemes, attacks, defenses, datasets, partitions, models, figures."""
     _print_names("schemes", {name: f"{s.title}: {s.summary}" for name, s in SCHEMES.items()})
     attacks = {name: f"{a.summary} (strikes {' and '.join(a.targets)})" for name, a in ATTACKS.items()}
     _print_names("attacks (--byzantine 3 --attack ...)", attacks)
@@ -288,22 +288,13 @@ def _run(configs: list[Run | Ring], where: Where) -> None:
 
 def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
     """Final accuracies of these runs, as plain text."""
-    from .report.groups import Spread, comparisons, final_table, rings, siege_table, sieges
+    from .report.groups import comparisons, final_table, ring_table, rings, siege_table, sieges
 
     wanted = {digest(config) for config in configs}
     results = [r for r in read_results(root)[0] if r.path.name in wanted]
     for ring in rings(results):
-        levels = sorted({gamma for _, gamma in ring}, reverse=True)
-        rows = []
-        for scheme in SCHEMES:
-            cells = [ring.get((scheme, gamma)) for gamma in levels]
-            if any(cells) and scheme != "centralized":
-                spreads = [Spread.of([r.summary["distance"] for r in c]) if c else None for c in cells]
-                rows.append(
-                    [SCHEMES[scheme].title, *("-" if s is None else f"{s.mean:.2f}" for s in spreads)]
-                )
         print("\nGaussian ring: mean distance of the normalised points from the centralised ones")
-        _print_table(["gamma", *(f"{g:g}" for g in levels)], rows)
+        _print_table(*ring_table(ring))
     for group in comparisons(results):
         print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")
         _print_table(*final_table(group))

@@ -167,13 +167,14 @@ def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
     return torch.where(lengths > radius, radius / lengths, torch.ones_like(lengths))
 
 
-def distances(rows: Tensor) -> Tensor:
+def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
     """Squared Euclidean distances, (n, n): infinite from and to a row that is not finite.
 
     By matrix products, block by block, so that it takes no memory to speak of. Rows are taken about the one
     of median length: no liar, however far off, takes the digits away from the distances among the others.
+    `good` says which rows are finite, where that is known.
     """
-    n, good = len(rows), finite(rows)
+    n, good = len(rows), finite(rows) if good is None else good
     lengths = torch.stack([block.square().sum(1) for block in blocks(rows)]).sum(0)
     middle = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2]
     products = rows.new_zeros(n, n)
@@ -198,11 +199,10 @@ def _in_order(rows: Tensor) -> Tensor:
 
 def _scores(rows: Tensor, f: int) -> Tensor:
     """Krum's scores, (n,): the mean of each row's n - f - 1 smallest squared distances to others."""
-    n = len(rows)
-    usable(rows, f)
+    n, good = len(rows), usable(rows, f)
     if n - f - 1 < 1:
         return rows.new_zeros(n)
-    apart = distances(rows).fill_diagonal_(torch.inf)
+    apart = distances(rows, good).fill_diagonal_(torch.inf)
     return apart.sort(1).values[:, : n - f - 1].mean(1)
 
 

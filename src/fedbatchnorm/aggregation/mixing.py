@@ -24,7 +24,7 @@ def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
     """
     n = check(rows, f)
     good = usable(rows, f)
-    nearest = distances(rows).argsort(dim=1, stable=True)[:, : n - f]
+    nearest = distances(rows, good).argsort(dim=1, stable=True)[:, : n - f]
     weights = rows.new_zeros(n, n).scatter_(1, nearest, 1 / (n - f))
     weights = torch.where(good.unsqueeze(1), weights, good.to(rows.dtype) / good.sum())
     mixed = torch.empty_like(rows)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..norm.exchange import check_running
 from ..norm.messages import Update
-from ..norm.moments import Moments, Running, combine, round_momentum, tracked_steps, update_running
+from ..norm.moments import (
+    Moments,
+    Running,
+    accumulator_dtype,
+    combine,
+    round_momentum,
+    tracked_steps,
+    update_running,
+)
 from .verdicts import CHECKS, Verdict, judge
 
 Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
@@ -132,35 +140,60 @@ def robust_update(
     return mean, aggregator(variances) + total / ((total - 1) * beta) * between
 
 
+class Rows(NamedTuple):
+    """What a robust server works on: the clients' running rows (n, d), layers side by side, and (d,) each
+    the round's momentum, the number of values behind the variances, and the least variance allowed."""
+
+    means: Tensor
+    variances: Tensor
+    beta: Tensor
+    total: Tensor
+    floor: Tensor
+
+
+def running_rows(
+    running: Sequence[Running], seen: Sequence[Moments], beta: Sequence[float], total: Sequence[float]
+) -> Rows:
+    """m_i = (1 - beta) m + beta u_i and v_i = (1 - beta) v + beta N/(N-1) s_i^2, all layers concatenated.
+
+    Args:
+        running: each layer's statistics before the round.
+        seen: each layer's moments, (n, c).
+        beta: each layer's momentum for the round.
+        total: each layer's N; a single value counts as two, since one has no variance.
+    """
+    exact = accumulator_dtype(running[0].mean)
+    m, v = (torch.cat([getattr(r, k).to(exact) for r in running]) for k in ("mean", "var"))
+    means, variances = (torch.cat([getattr(s, k).to(exact) for s in seen], dim=1) for k in ("mean", "var"))
+    b, n, floor = (
+        torch.cat([torch.full_like(r.mean, x, dtype=exact) for r, x in zip(running, xs, strict=True)])
+        for xs in (beta, [max(2.0, t) for t in total], [r.eps for r in running])
+    )
+    return Rows((1 - b) * m + b * means, (1 - b) * v + b * n / (n - 1) * variances, b, n, floor)
+
+
+def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: float = 1) -> list[Running]:
+    """The next statistics of each layer, from those of all layers side by side."""
+    sizes = [len(r.mean) for r in running]
+    parts = zip(running, mean.split(sizes), var.split(sizes), strict=True)
+    return [r._replace(mean=m, var=v, tracked=r.tracked + tracked_steps(steps)) for r, m, v in parts]
+
+
 def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Running]:
     """The robust step for layers that the same clients have seen, concatenated into one row each."""
-    before = [running.mean.double().cpu() for running in shared.values()]
-    spread = [running.var.double().cpu() for running in shared.values()]
-    beta, total = [], []
-    for (name, running), mean in zip(shared.items(), before, strict=True):
-        own = running.momentum if momentum is None else momentum
-        beta.append(torch.full_like(mean, round_momentum(own, running.tracked, steps)))
-        total.append(torch.full_like(mean, float(stacked[name].count.sum())))
-    m, v, b, n = (torch.cat(parts) for parts in (before, spread, beta, total))
-    enough = n > 1
-    n = n.clamp(min=2)
-    seen_mean = torch.cat([stacked[name].mean for name in shared], dim=1)
-    seen_var = torch.cat([stacked[name].var for name in shared], dim=1)
+    running = [_on_cpu(r) for r in shared.values()]
+    beta = [round_momentum(r.momentum if momentum is None else momentum, r.tracked, steps) for r in running]
+    total = [float(stacked[name].count.sum()) for name in shared]
+    rows = running_rows(running, [stacked[name] for name in shared], beta, total)
+    aggregate = partial(_aggregate, aggregator)
     mean, var = robust_update(
-        (1 - b) * m + b * seen_mean,
-        (1 - b) * v + b * n / (n - 1) * seen_var,
-        beta=b,
-        total=n,
-        aggregator=partial(_aggregate, aggregator),
+        rows.means, rows.variances, beta=rows.beta, total=rows.total, aggregator=aggregate
     )
-    floor = torch.cat([torch.full_like(x, r.eps) for x, r in zip(before, shared.values(), strict=True)])
-    var = torch.where(enough, torch.maximum(var, floor), v)
-    sizes = [len(x) for x in before]
+    after = split_layers(running, mean, torch.maximum(var, rows.floor), steps)
+    # A single value has no variance: there the old one stays.
     return {
-        name: running._replace(mean=new_mean, var=new_var, tracked=running.tracked + tracked_steps(steps))
-        for (name, running), new_mean, new_var in zip(
-            shared.items(), mean.split(sizes), var.split(sizes), strict=True
-        )
+        name: new if n > 1 else new._replace(var=old.var)
+        for name, old, new, n in zip(shared, running, after, total, strict=True)
     }
 
 

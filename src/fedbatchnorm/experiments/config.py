@@ -10,7 +10,7 @@ from typing import Any
 from ..data.datasets import DATASETS
 from ..data.partition import PARTITIONS
 from ..simulation.models import MODELS
-from ..simulation.recipe import Recipe, check_fields
+from ..simulation.recipe import ADVERSARY, Recipe, check_fields
 from ..simulation.ring import Ring
 
 _FORMAT = 1  # raised when the same configuration would no longer give the same result
@@ -78,7 +78,7 @@ class Run(Recipe):
         unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
         found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
         if self.is_plain():
-            unused |= {"byzantine", "attack", "targets", "defense"}
+            unused |= {*ADVERSARY}
         else:
             found["targets"] = "+".join(self.targets_struck())
         return {k: v for k, v in found.items() if k not in unused}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ..simulation.ring import separability
 from ..simulation.schemes import SCHEMES
-from .groups import Comparison, Rings, Spread
+from .groups import Comparison, Rings, ring_distances
 
 Measured = tuple[str, bool] | None
 _TITLE = {name: scheme.title for name, scheme in SCHEMES.items()}
@@ -140,14 +140,8 @@ def _scale(ring: Rings) -> Measured:
     return text, share > 0.95 and not 0.67 < larger < 1.5
 
 
-def _distances(ring: Rings, scheme: str) -> dict[float, Spread]:
-    return {
-        g: Spread.of([r.summary["distance"] for r in found]) for (s, g), found in ring.items() if s == scheme
-    }
-
-
 def _flat(ring: Rings) -> Measured:
-    found = _distances(ring, "fbn")
+    found = ring_distances(ring, "fbn")
     if len(found) < 2:
         return None
     means = [s.mean for s in found.values()]
@@ -159,7 +153,7 @@ def _flat(ring: Rings) -> Measured:
 def _grows(ring: Rings) -> Measured:
     texts, agrees = [], True
     for scheme in ("fixbn", "naive"):
-        found = _distances(ring, scheme)
+        found = ring_distances(ring, scheme)
         if 0.0 not in found or 1.0 not in found:
             return None
         texts.append(f"{_TITLE[scheme]} from {found[1.0].mean:.2f} to {found[0.0].mean:.2f}")

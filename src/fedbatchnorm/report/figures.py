@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..simulation.schemes import SCHEMES
-from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, mean_curve
+from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, mean_curve, ring_distances
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS, _LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
@@ -90,11 +90,7 @@ def figure2(ring: Rings) -> Figure:
         axis.set_xlabel("crosses: the scheme; circles: centralised", fontsize=8)
     levels = sorted({gamma for _, gamma in ring}, reverse=True)
     for scheme in SCHEMES:
-        found = {
-            g: Spread.of([r.summary["distance"] for r in ring[scheme, g]])
-            for g in levels
-            if (scheme, g) in ring
-        }
+        found = ring_distances(ring, scheme)
         if scheme != "centralized" and found:
             xs = [levels.index(g) for g in found]
             _line(error, SCHEMES[scheme].title, xs, list(found.values()))

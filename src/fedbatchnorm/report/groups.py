@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ..experiments.config import Run
 from ..experiments.folder import Result
+from ..simulation.recipe import ADVERSARY
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
 
@@ -13,7 +14,6 @@ Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' r
 
 
 NO_ATTACK, NO_DEFENSE = "no attack", "no defence"
-_ADVERSARY = ("byzantine", "attack", "targets", "defense")
 
 
 class Spread(NamedTuple):
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
         run = self.example
         text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
         usual = vars(Run(dataset=run.dataset, rounds=run.rounds))
-        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every", *_ADVERSARY):
+        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every"):
             if getattr(run, name) != usual[name]:
                 text += f", {name.replace('_', ' ')} {getattr(run, name)}"
         return text
@@ -128,7 +128,7 @@ def sieges(results: list[Result]) -> list[Siege]:
     found: dict[tuple[Any, ...], Siege] = {}
     for run, _ in runs:
         parameter = run.heterogeneity()[0]
-        ignored = {"scheme", "seed", "switch", parameter, *_ADVERSARY}
+        ignored = {"scheme", "seed", "switch", parameter, *ADVERSARY}
         shared = _shared(run, ignored)
         key = (shared, run.byzantine, run.attack, run.targets_struck(), run.defense)
         if not run.byzantine or run.defense == "none" or key in found:
@@ -181,6 +181,23 @@ def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
             ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
         )
     return header, rows
+
+
+def ring_distances(ring: Rings, scheme: str) -> dict[float, Spread]:
+    """gamma -> a scheme's distance from centralised over seeds, from alike to heterogeneous."""
+    found = {g: Spread.of([r.summary["distance"] for r in rs]) for (s, g), rs in ring.items() if s == scheme}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def ring_table(ring: Rings) -> tuple[list[str], list[list[str]]]:
+    """Distances from centralised: the header, and a row for each scheme."""
+    levels = sorted({gamma for _, gamma in ring}, reverse=True)
+    rows = []
+    for name, scheme in SCHEMES.items():
+        found = ring_distances(ring, name)
+        if found and name != "centralized":
+            rows.append([scheme.title, *(f"{found[g].mean:.2f}" if g in found else "-" for g in levels)])
+    return ["gamma", *(f"{g:g}" for g in levels)], rows
 
 
 def siege_table(siege: Siege) -> tuple[list[str], list[list[str]]]:

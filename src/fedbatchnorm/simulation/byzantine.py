@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..aggregation.attacks import ATTACKS
 from ..aggregation.defenses import defense
-from ..norm.moments import Moments, Running, accumulator_dtype, round_momentum, tracked_steps
+from ..aggregation.statistics import running_rows, split_layers
+from ..norm.moments import Moments, Running, round_momentum
 from .fold import FoldedNorm
 from .recipe import Recipe, torch_seed
 from .schemes import Phase
@@ -68,41 +69,16 @@ def share_robustly(
     rule = server_rule(recipe)
     running = [r for r, _ in layers.values()]
     seen = [m for _, m in layers.values()]
-    exact = accumulator_dtype(running[0].mean)
-    m, v = (
-        torch.cat([t.to(exact) for t in parts])
-        for parts in zip(*((r.mean, r.var) for r in running), strict=True)
-    )
-    means = torch.cat([s.mean.to(exact) for s in seen], dim=1)
-    variances = torch.cat([s.var.to(exact) for s in seen], dim=1)
-    if not bool(means.isfinite().all() & variances.isfinite().all()):
+    if not all(bool(s.mean.isfinite().all() & s.var.isfinite().all()) for s in seen):
         return {name: r for name, (r, _) in layers.items()}
-    beta, total, floor = (
-        torch.cat(
-            [torch.full_like(r.mean, value, dtype=exact) for r, value in zip(running, values, strict=True)]
-        )
-        for values in (
-            [round_momentum(r.momentum, r.tracked) for r in running],
-            [float(s.count) * (recipe.clients if phase.pooled else 1) for s in seen],
-            [r.eps for r in running],
-        )
-    )
-    total = total.clamp(min=2)
-    means = with_lies((1 - beta) * m + beta * means, recipe, "means", rule, step)
-    variances = (1 - beta) * v + beta * total / (total - 1) * variances
-    variances = with_lies(variances, recipe, "variances", rule, step)
+    beta = [round_momentum(r.momentum, r.tracked) for r in running]
+    total = [float(s.count) * (recipe.clients if phase.pooled else 1) for s in seen]
+    rows = running_rows(running, seen, beta, total)
+    means = with_lies(rows.means, recipe, "means", rule, step)
+    variances = with_lies(rows.variances, recipe, "variances", rule, step)
     assert phase.merge_rows is not None
-    mean, var = phase.merge_rows(means, variances, beta=beta, total=total, aggregator=rule)
-    var = torch.maximum(var, floor)
-    sizes = [len(r.mean) for r in running]
-    return {
-        name: r._replace(
-            mean=new_mean.to(r.mean), var=new_var.to(r.var), tracked=r.tracked + tracked_steps(1)
-        )
-        for name, r, new_mean, new_var in zip(
-            layers, running, mean.split(sizes), var.split(sizes), strict=True
-        )
-    }
+    mean, var = phase.merge_rows(means, variances, beta=rows.beta, total=rows.total, aggregator=rule)
+    return dict(zip(layers, split_layers(running, mean, torch.maximum(var, rows.floor)), strict=True))
 
 
 def client_gradients(

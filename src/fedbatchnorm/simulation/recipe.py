@@ -15,6 +15,7 @@ Precision = Literal["float32", "tf32", "bf16", "float64"]
 _PRECISIONS = get_args(Precision)
 _STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4}
 TARGETS = ("means", "variances", "gradients")
+ADVERSARY = ("byzantine", "attack", "targets", "defense")  # the fields of a recipe about liars
 
 
 @dataclass(frozen=True, kw_only=True)
