@@ -21,7 +21,7 @@ from fedbatchnorm.aggregation.aggregators import (
     median,
     trimmed_mean,
 )
-from fedbatchnorm.aggregation.attacks import ATTACKS
+from fedbatchnorm.aggregation.attacks import ATTACKS, attack
 from fedbatchnorm.aggregation.defenses import defense
 from fedbatchnorm.aggregation.mixing import MIXING, bucketing, clipping, nearest_neighbours
 
@@ -281,6 +281,22 @@ def test_bucketing_is_means_of_random_groups():
 def test_an_unknown_defense_gets_the_list(name):
     with pytest.raises(ValueError, match=r"one of mean, median, .* after any of nnm, arc, clipping"):
         defense(name, 1)
+
+
+def test_an_attack_may_have_a_factor():
+    honest = torch.tensor([[1.0, -2.0], [3.0, -6.0]], dtype=torch.float64)
+    sent = {tau: attack(f"foe:{tau}").lie(honest, 1, None, None) for tau in (10, 0.5)}
+    assert {tau: t.tolist() for tau, t in sent.items()} == {10: [-20.0, 40.0], 0.5: [-1.0, 2.0]}
+    assert attack("alie:0").lie(honest, 1, None, None).tolist() == [2.0, -4.0]
+    assert attack("alie:3").targets == ATTACKS["alie"].targets
+
+
+@pytest.mark.parametrize(
+    "name", ["", "foe:", "foe:x", "foe:nan", "foe:inf", "sf:2", "opt_foe:2", "foe:1:2", "f"]
+)
+def test_an_unknown_attack_is_named(name):
+    with pytest.raises(ValueError, match=f"attack '{name}' is not known: it is one of sf, foe"):
+        attack(name)
 
 
 @pytest.mark.parametrize("name", ATTACKS)

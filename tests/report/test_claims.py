@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from fedbatchnorm.experiments.config import Run
 from fedbatchnorm.experiments.folder import Result
 from fedbatchnorm.report.claims import ACCURACY_CLAIMS, RING_CLAIMS, judge_comparison, judge_rings
-from fedbatchnorm.report.groups import Spread, comparisons, rings
+from fedbatchnorm.report.groups import Spread, comparisons, rings, sieges
+from fedbatchnorm.report.liars import LIAR_CLAIMS, judge_siege
 from fedbatchnorm.simulation.ring import Ring
 
 # (scheme, gamma) -> accuracy over the run's thirds, as in the paper and as in a world where it is wrong.
@@ -112,3 +113,49 @@ def test_runs_are_compared_only_with_their_like():
     groups = comparisons(mixed)
     assert {g.title().endswith("lr 0.2") for g in groups} == {True, False}
     assert sorted(sum(map(len, g.cells.values())) for g in groups) == [1, len(PAPER) * 2]
+
+
+# (scheme, defended or not or undisturbed) -> (accuracy on the way, in the end), as the paper says of
+# sign flipping and of the stronger attacks, and as in a world where it is wrong.
+LIARS = {
+    ("fbn", "calm"): (0.7, 0.8),
+    ("fbn", "none"): (0.7, 0.3),
+    ("fbn", "nnm+median"): (0.7, 0.8),
+    ("naive", "calm"): (0.3, 0.2),
+    ("naive", "none"): (0.12, 0.1),
+    ("naive", "nnm+median"): (0.3, 0.2),
+}
+STRONGER = LIARS | {("naive", "calm"): (0.3, 0.4)}
+HARMLESS = dict.fromkeys(LIARS, (0.85, 0.85)) | {("fbn", "nnm+median"): (0.6, 0.7)}
+
+
+def siege_results(world, attack):
+    found = []
+    for (scheme, kind), curve in world.items():
+        lies = {} if kind == "calm" else {"byzantine": 3, "attack": attack, "defense": kind}
+        run = Run(scheme=scheme, gamma=0.0, **lies)
+        rows = [{"round": 150 * (i + 1), "accuracy": a} for i, a in enumerate(curve)]
+        summary = {"accuracy": curve[-1], "best_accuracy": max(curve)}
+        found.append(Result(Path(f"{scheme}-{kind}"), run, rows, summary, [{}], None))
+    return found
+
+
+@pytest.mark.parametrize(("attack", "world"), [("sf", LIARS), ("foe", STRONGER), ("alie", STRONGER)])
+def test_the_paper_s_numbers_agree_with_its_claims_on_liars(attack, world):
+    (siege,) = sieges(siege_results(world, attack))
+    findings = judge_siege(siege)
+    assert len(findings) == sum(attack in attacks for attacks, _ in LIAR_CLAIMS)
+    assert [f.claim.says for f in findings if f.agrees is not True] == []
+
+
+@pytest.mark.parametrize("attack", ["sf", "foe", "alie"])
+def test_harmless_liars_and_a_poor_defence_do_not(attack):
+    (siege,) = sieges(siege_results(HARMLESS, attack))
+    alike = "Defended naive is like naive without attack: both poor."
+    assert [f.claim.says for f in judge_siege(siege) if f.agrees] == ([alike] if attack == "sf" else [])
+
+
+def test_claims_on_liars_say_nothing_where_runs_are_missing():
+    world = {("fbn", "nnm+median"): (0.7, 0.8)}
+    (siege,) = sieges(siege_results(world, "sf"))
+    assert {f.agrees for f in judge_siege(siege)} == {None}

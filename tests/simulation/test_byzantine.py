@@ -250,7 +250,7 @@ def test_a_diverged_training_keeps_its_statistics():
         ({"byzantine": 3}, "byzantine is 3 and attack is 'none'; give both, or neither"),
         ({"attack": "sf"}, "byzantine is 0 and attack is 'sf'"),
         ({"byzantine": 5, "attack": "sf"}, "byzantine is 5 of 10 clients"),
-        ({"byzantine": 3, "attack": "sff"}, "attack is 'sff'; it must be none or one of sf, foe"),
+        ({"byzantine": 3, "attack": "sff"}, "attack 'sff' is not known: it is one of sf, foe"),
         ({"byzantine": 3, "attack": "sf", "targets": "weights"}, "targets is 'weights'"),
         ({"defense": "nnm+mode"}, "defense 'nnm\\+mode' is not known"),
         ({"defense": "median", "scheme": "centralized"}, "has no clients that could lie"),

@@ -55,3 +55,12 @@ def test_one_liar_with_1e6_on_one_coordinate_of_the_gradient():
     settings = {"gamma": 0.0, "byzantine": 1, "attack": "spike", "targets": "gradients"}
     assert accuracy(**settings, defense="nnm+median") > accuracy(gamma=0.0) - 2
     assert accuracy(**settings) < 20
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_gradients_attacked_as_well_only_the_defended_run_learns(rule):
+    """Fall of empires with factor 10 on means, variances and gradients: undefended, the server climbs."""
+    settings = {"gamma": 0.5, "byzantine": 3, "attack": "foe:10", "targets": "all"}
+    calm = accuracy(gamma=0.5)
+    assert accuracy(**settings, defense=rule) > calm - 5
+    assert accuracy(**settings) < calm - 5

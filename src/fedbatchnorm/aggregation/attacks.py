@@ -4,6 +4,7 @@ One table, `ATTACKS`. With h the honest mean and s the honest standard deviation
 know everything that the honest clients send; the optimised ones also know the server's rule.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ class Attack(NamedTuple):
 
 
 _BOTH = ("means", "variances")
+_WITH_FACTOR = {"foe": fall_of_empires, "alie": a_little_is_enough}
 
 ATTACKS: dict[str, Attack] = {
     "sf": Attack(lambda h, f, d, g: sign_flipping(h), ("means",), "sign flipping: minus the honest mean"),
@@ -142,3 +144,26 @@ ATTACKS: dict[str, Attack] = {
     "infinity": Attack(lambda h, f, d, g: infinity(h), _BOTH, "infinity everywhere"),
     "nan": Attack(lambda h, f, d, g: not_a_number(h), _BOTH, "not a number everywhere"),
 }
+
+
+def attack(name: str) -> Attack:
+    """The row of this name; `foe:10` and `alie:3` give the factor tau.
+
+    Example:
+        >>> honest = torch.tensor([[1.0], [3.0]])
+        >>> attack("foe:10").lie(honest, 1, torch.mean, torch.Generator())
+        tensor([-20.])
+    """
+    known, colon, factor = name.partition(":")
+    if not colon and known in ATTACKS:
+        return ATTACKS[known]
+    try:
+        tau, form = float(factor), _WITH_FACTOR[known]
+    except (ValueError, KeyError):
+        tau = math.nan
+    if not math.isfinite(tau):
+        raise ValueError(
+            f"attack {name!r} is not known: it is one of {', '.join(ATTACKS)}; "
+            f"{' and '.join(_WITH_FACTOR)} may have a factor, such as foe:10"
+        )
+    return ATTACKS[known]._replace(lie=lambda h, f, d, g: form(h, tau))

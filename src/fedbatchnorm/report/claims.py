@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ..simulation.ring import separability
 from ..simulation.schemes import SCHEMES
-from .groups import Comparison, Rings, ring_distances
+from .groups import Comparison, Rings, Siege, ring_distances
 
 Measured = tuple[str, bool] | None
 _TITLE = {name: scheme.title for name, scheme in SCHEMES.items()}
@@ -36,15 +36,16 @@ class Finding(NamedTuple):
 
 def judge_comparison(group: Comparison) -> list[Finding]:
     """The claims on accuracy, for one comparison by gamma."""
-    return _judge(ACCURACY_CLAIMS, group) if group.parameter == "gamma" else []
+    return judge(ACCURACY_CLAIMS, group) if group.parameter == "gamma" else []
 
 
 def judge_rings(ring: Rings, figure: str) -> list[Finding]:
     """The claims on the Gaussian ring that go with a figure: `figure 1` or `figure 2`."""
-    return _judge([claim for claim in RING_CLAIMS if claim.where.startswith(figure)], ring)
+    return judge([claim for claim in RING_CLAIMS if claim.where.startswith(figure)], ring)
 
 
-def _judge(claims: list[Claim], source: Comparison | Rings) -> list[Finding]:
+def judge(claims: list[Claim], source: Comparison | Rings | Siege) -> list[Finding]:
+    """Each claim with what was measured; `source` is what the claims' functions take."""
     found = []
     for claim in claims:
         measured = claim.measure(source)

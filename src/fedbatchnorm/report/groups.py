@@ -118,8 +118,15 @@ class Siege(NamedTuple):
 
     def spread(self, title: str, kind: str, level: float | None) -> Spread | None:
         """Final accuracy over seeds, or None if it was not run."""
+        return self._over_seeds(title, kind, level, "accuracy")
+
+    def best(self, title: str, kind: str, level: float | None) -> Spread | None:
+        """Best accuracy over seeds, or None if it was not run."""
+        return self._over_seeds(title, kind, level, "best_accuracy")
+
+    def _over_seeds(self, title: str, kind: str, level: float | None, key: str) -> Spread | None:
         found = self.cells.get((title, kind, level))
-        return Spread.of([r.summary["accuracy"] for r in found]) if found else None
+        return Spread.of([r.summary[key] for r in found]) if found else None
 
 
 def sieges(results: list[Result]) -> list[Siege]:

@@ -26,6 +26,7 @@ from .groups import (
     siege_table,
     sieges,
 )
+from .liars import judge_siege
 
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
@@ -146,7 +147,7 @@ def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
         )
         section = _section(title, text, figures.siege_figure(siege), out, f"attack-{run.attack}-{i}")
         header, rows = siege_table(siege)
-        sections.append(section | {"header": header, "rows": rows})
+        sections.append(section | {"claims": judge_siege(siege), "header": header, "rows": rows})
     return sections
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..aggregation.attacks import ATTACKS
+from ..aggregation.attacks import attack
 from ..aggregation.defenses import defense
 from ..aggregation.statistics import running_rows, split_layers
 from ..norm.moments import Moments, Running, round_momentum
@@ -46,7 +46,7 @@ def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) 
         return honest
     if what in recipe.targets_struck():
         generator = torch.Generator().manual_seed(torch_seed(recipe.seed, "attack", step))
-        sent = ATTACKS[recipe.attack].lie(honest, f, rule, generator)
+        sent = attack(recipe.attack).lie(honest, f, rule, generator)
     else:
         sent = honest.mean(0)
     return torch.cat([honest, sent.expand(f, -1)])

@@ -1,0 +1,165 @@
+"""What the paper says of clients that lie (section 5), and what was measured beside it.
+
+A claim is one function and one row of `LIAR_CLAIMS`, with the attacks that it speaks of.
+"""
+
+from collections.abc import Callable
+
+from ..simulation.schemes import SCHEMES
+from .claims import Claim, Finding, Measured, judge
+from .groups import NO_ATTACK, NO_DEFENSE, Siege, Spread
+
+_FBN, _NAIVE = SCHEMES["fbn"].title, SCHEMES["naive"].title
+_STRONG = {"gamma": 0.01, "alpha": 0.1}  # from here down heterogeneity counts as strong
+
+
+def judge_siege(siege: Siege) -> list[Finding]:
+    """The claims that speak of a siege's attack, each with what was measured."""
+    return judge([claim for attacks, claim in LIAR_CLAIMS if siege.example.attack in attacks], siege)
+
+
+def _strong(siege: Siege) -> list[float | None]:
+    limit = _STRONG.get(siege.parameter or "", 0.0)
+    return [level for level in siege.levels() if level is not None and level <= limit]
+
+
+def _levels_where(
+    siege: Siege,
+    levels: list[float | None],
+    cells: list[tuple[str, str, str]],
+    agrees: Callable[..., bool],
+) -> Measured:
+    """Each level at which all cells were run, in words; whether `agrees` holds of all of them.
+
+    Args:
+        siege: the runs.
+        levels: where to look.
+        cells: (scheme's title, kind, final or best).
+        agrees: is given the accuracies in percent, in the order of the cells.
+    """
+    texts, right = [], True
+    for level in levels:
+        found = [(siege.best if which == "best" else siege.spread)(t, k, level) for t, k, which in cells]
+        spreads = [s for s in found if isinstance(s, Spread)]
+        if len(spreads) == len(cells):
+            named = [
+                f"{_word(kind, which)} {s.percent()}"
+                for (_, kind, which), s in zip(cells, spreads, strict=True)
+            ]
+            texts.append(f"{siege.parameter} {level:g}: " + ", ".join(named))
+            right &= agrees(*(100 * s.mean for s in spreads))
+    return ("; ".join(texts), right) if texts else None
+
+
+def _word(kind: str, which: str) -> str:
+    word = {NO_ATTACK: "undisturbed", NO_DEFENSE: "undefended"}.get(kind, "defended")
+    return f"{word}, best on the way" if which == "best" else word
+
+
+def _defended_matches(siege: Siege) -> Measured:
+    cells = [(_FBN, siege.example.defense, "final"), (_FBN, NO_ATTACK, "final")]
+    return _levels_where(siege, siege.levels(), cells, lambda ours, calm: ours >= calm - 1.5)
+
+
+def _edge(siege: Siege) -> Measured:
+    rule = siege.example.defense
+    texts, right = [], True
+    for level in _strong(siege):
+        ours, naive = siege.spread(_FBN, rule, level), siege.spread(_NAIVE, rule, level)
+        if ours and naive:
+            texts.append(f"{siege.parameter} {level:g}: FBN {ours.percent()}, naive {naive.percent()}")
+            right &= 100 * (ours.mean - naive.mean) >= 10
+    return ("; ".join(texts), right) if texts else None
+
+
+def _naive_lost(siege: Siege) -> Measured:
+    cells = [(_NAIVE, NO_DEFENSE, "final"), (_NAIVE, NO_DEFENSE, "best")]
+    return _levels_where(siege, _strong(siege), cells, lambda last, best: last <= 20)
+
+
+def _learns_first(siege: Siege) -> Measured:
+    cells = [(_FBN, NO_DEFENSE, "best")]
+    return _levels_where(siege, _strong(siege), cells, lambda best: 60 <= best <= 80)
+
+
+def _then_degrades(siege: Siege) -> Measured:
+    cells = [(_FBN, NO_DEFENSE, "best"), (_FBN, NO_DEFENSE, "final")]
+    return _levels_where(siege, _strong(siege), cells, lambda best, last: last <= best - 10)
+
+
+def _naive_alike(siege: Siege) -> Measured:
+    cells = [(_NAIVE, siege.example.defense, "final"), (_NAIVE, NO_ATTACK, "final")]
+    return _levels_where(siege, _strong(siege), cells, lambda ours, calm: abs(ours - calm) <= 10)
+
+
+def _naive_apart(siege: Siege) -> Measured:
+    cells = [(_NAIVE, siege.example.defense, "final"), (_NAIVE, NO_ATTACK, "final")]
+    return _levels_where(siege, _strong(siege), cells, lambda ours, calm: ours <= calm - 10)
+
+
+_ALL = ("sf", "foe", "alie")
+LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
+    (
+        _ALL,
+        Claim(
+            "section 5",
+            "FBN with the robust rule matches FBN without attack.",
+            "at most 1.5 points behind, at every level",
+            _defended_matches,
+        ),
+    ),
+    (
+        _ALL,
+        Claim(
+            "section 5",
+            "With the rule both improve, with a significant edge to FBN.",
+            "defended FBN at least 10 points ahead of defended naive",
+            _edge,
+        ),
+    ),
+    (
+        ("sf",),
+        Claim(
+            "section 5",
+            "Undefended naive BatchNorm is unable to learn: close to 10%.",
+            "at most 20% in the end",
+            _naive_lost,
+        ),
+    ),
+    (
+        ("sf",),
+        Claim(
+            "section 5",
+            "Undefended FBN learns in the beginning, to close to 70%.",
+            "its best between 60% and 80%",
+            _learns_first,
+        ),
+    ),
+    (
+        ("sf",),
+        Claim(
+            "section 5",
+            "Then it quickly degrades, especially at gamma 0.",
+            "in the end at least 10 points below its best",
+            _then_degrades,
+        ),
+    ),
+    (
+        ("sf",),
+        Claim(
+            "section 5",
+            "Defended naive is like naive without attack: both poor.",
+            "at most 10 points apart",
+            _naive_alike,
+        ),
+    ),
+    (
+        ("foe", "alie"),
+        Claim(
+            "section 5",
+            "Under stronger attacks defended naive is further from naive without attack.",
+            "at least 10 points behind it",
+            _naive_apart,
+        ),
+    ),
+]
