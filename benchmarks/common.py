@@ -38,13 +38,18 @@ def ratio(times, name, base):
     return statistics.median(times[name]) / statistics.median(times[base])
 
 
+def result(args, device):
+    """What goes with every result: commit and machine."""
+    machine = {
+        "name": describe_device(torch.device(device)),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    return {"commit": args.commit or commit() or "unknown", "machine": machine}
+
+
 def write(args, results):
     """Write results with machine and commit, if a file was asked for."""
     if args.json:
-        machine = {
-            "name": describe_device(torch.device(args.device)),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        }
-        content = {"commit": args.commit or commit() or "unknown", "machine": machine, **results}
+        content = result(args, args.device) | results
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 Rule = Callable[[Tensor, int], Tensor]
 
 _SMOOTHING, _CONVERGED, _STEPS = 1e-9, 1e-10, 1000
-_BLOCK = 2**17  # values
+_BLOCK, _LARGE_BLOCK = 2**17, 2**23  # values
 
 
 def mean(rows: Tensor, f: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def mean(rows: Tensor, f: int = 0) -> Tensor:
     """
     check(rows, f)
     found = rows.mean(0)
-    if not bool(found.isfinite().all()):
+    if _may_wait(rows) and not bool(found.isfinite().all()):
         raise ValueError("mean: a row is not finite, and a plain mean cannot leave it out; use a robust rule")
     return found
 
@@ -61,7 +61,7 @@ def krum(rows: Tensor, f: int) -> Tensor:
     """
     check(rows, f)
     rows = _in_order(rows)
-    return rows[_scores(rows, f).argmin()].clone()
+    return rows.index_select(0, _scores(rows, f).argmin().view(1)).squeeze(0)
 
 
 def multi_krum(rows: Tensor, f: int) -> Tensor:
@@ -136,8 +136,10 @@ def check(rows: Tensor, f: int) -> int:
 
 
 def usable(rows: Tensor, f: int) -> Tensor:
-    """Which rows are finite, (n,); an error if more than f are not."""
+    """Which rows are finite, (n,); an error if more than f are not, where the host may wait to know."""
     good = finite(rows)
+    if not _may_wait(rows):
+        return good
     bad = len(rows) - int(good.sum())
     if bad > f:
         raise ValueError(
@@ -148,18 +150,21 @@ def usable(rows: Tensor, f: int) -> Tensor:
 
 def finite(rows: Tensor) -> Tensor:
     """Which rows hold nothing but numbers, (n,)."""
-    good = torch.linalg.vector_norm(rows, dim=1).isfinite()
-    if bool(good.all()):
-        return good
-    good = torch.ones_like(good)  # a length may have overflowed
+    if rows.device.type == "cpu":
+        good = torch.linalg.vector_norm(rows, dim=1).isfinite()
+        if bool(good.all()):  # else a length may have overflowed
+            return good
+    good = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for block in blocks(rows):
         good &= block.isfinite().all(1)
     return good
 
 
 def only(rows: Tensor, good: Tensor) -> Tensor:
-    """The rows, with 0 in place of those that are not good; a copy only if there are any."""
-    return rows if bool(good.all()) else torch.where(good.unsqueeze(1), rows, 0)
+    """The rows, with 0 in place of those that are not good; on a CPU a copy only if there are any."""
+    if rows.device.type == "cpu" and bool(good.all()):
+        return rows
+    return torch.where(good.unsqueeze(1), rows, 0)
 
 
 def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
@@ -176,10 +181,10 @@ def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
     """
     n, good = len(rows), finite(rows) if good is None else good
     lengths = torch.stack([block.square().sum(1) for block in blocks(rows)]).sum(0)
-    middle = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2]
+    middle = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2].view(1)
     products = rows.new_zeros(n, n)
     for block in blocks(rows):
-        apart = torch.where(good.unsqueeze(1), block - block[middle], 0)
+        apart = torch.where(good.unsqueeze(1), block - block.index_select(0, middle), 0)
         products += apart @ apart.T
     squares = products.diagonal()
     found = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * products).clamp(min=0)
@@ -188,8 +193,14 @@ def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
 
 
 def blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows in pieces (n, b) that stay in the cache, as views."""
-    return rows.split(max(1, _BLOCK // len(rows)), dim=1)
+    """The rows in pieces (n, b) that stay in the cache, as views; few and large on a GPU."""
+    size = _BLOCK if rows.device.type == "cpu" else _LARGE_BLOCK
+    return rows.split(max(1, size // len(rows)), dim=1)
+
+
+def _may_wait(rows: Tensor) -> bool:
+    """Whether the host may ask for a value: not while a CUDA graph is being captured."""
+    return rows.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _in_order(rows: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ know everything that the honest clients send; the optimised ones also know the s
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..norm.moments import accumulator_dtype
 
 Defense = Callable[[Tensor], Tensor]  # (n, d) -> (d,)
 
@@ -24,12 +26,12 @@ def sign_flipping(honest: Tensor) -> Tensor:
     return -honest.mean(0)
 
 
-def fall_of_empires(honest: Tensor, tau: float = 2.0) -> Tensor:
+def fall_of_empires(honest: Tensor, tau: float | Tensor = 2.0) -> Tensor:
     """-tau h (Xie et al., 2020)."""
     return -tau * honest.mean(0)
 
 
-def a_little_is_enough(honest: Tensor, tau: float = 1.5) -> Tensor:
+def a_little_is_enough(honest: Tensor, tau: float | Tensor = 1.5) -> Tensor:
     """h + tau s, with the sample deviation, n - 1 (Baruch et al., 2019)."""
     if len(honest) < 2:
         return honest.mean(0)
@@ -65,7 +67,7 @@ def not_a_number(honest: Tensor) -> Tensor:
 
 
 def optimised(
-    attack: Callable[[Tensor, float], Tensor], honest: Tensor, f: int, defense: Defense, evaluations: int = 20
+    attack: Callable[[Tensor, Any], Tensor], honest: Tensor, f: int, defense: Defense, evaluations: int = 20
 ) -> Tensor:
     """The attack with the tau that takes the server's result furthest from the honest mean.
 
@@ -78,36 +80,39 @@ def optimised(
     """
     centre = honest.mean(0)
 
-    def damage(tau: float) -> float:
+    def damage(tau: Tensor) -> Tensor:
         lies = attack(honest, tau).expand(f, -1)
-        return float((defense(torch.cat([honest, lies])) - centre).norm())
+        return (defense(torch.cat([honest, lies])) - centre).to(start.dtype).norm()
 
-    return attack(honest, line_search(damage, evaluations))
+    start = torch.zeros((), dtype=accumulator_dtype(honest), device=honest.device)
+
+    return attack(honest, line_search(damage, evaluations, start))
 
 
 def line_search(
-    height: Callable[[float], float],
+    height: Callable[[Tensor], Tensor],
     evaluations: int,
-    start: float = 0.0,
+    start: Tensor,
     step: float = 10.0,
     ratio: float = 0.8,
-) -> float:
-    """The best place found for a maximum of `height`, in a number of evaluations.
+) -> Tensor:
+    """The best place found for a maximum of `height`, in a number of evaluations; nothing waits for a GPU.
 
     Each stride goes out from the best place so far. Strides double while every one leads upwards; from the
     first that does not, they get shorter.
 
     Example:
-        >>> line_search(lambda x: -abs(x - 30), 20)
+        >>> line_search(lambda x: -abs(x - 30), 20, torch.zeros(())).item()
         30.0
     """
-    best, highest, growing = start, height(start), True
+    best, highest, stride = start, height(start), torch.full_like(start, step)
+    growing = torch.ones_like(start, dtype=torch.bool)
     for _ in range(evaluations - 1):
-        found = height(best + step)
-        growing &= found > highest
-        if found > highest:
-            best, highest = best + step, found
-        step *= 2 if growing else ratio
+        found = height(best + stride)
+        better = found > highest
+        growing = growing & better
+        best, highest = torch.where(better, best + stride, best), torch.where(better, found, highest)
+        stride = torch.where(growing, 2 * stride, ratio * stride)
     return best
 
 

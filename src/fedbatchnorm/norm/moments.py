@@ -95,15 +95,18 @@ def normalise(
         (2, 6.0, 4.0)
     """
     moments = measure(x, clients)  # before `y` is written: what it reads is still in the cache
+    return with_constants(x, running, weight, bias), moments
+
+
+def with_constants(x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x - m) / sqrt(v + eps) * weight + bias, with m and v as constants."""
     mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
-    if torch.compiler.is_compiling():
-        # Written out, it fuses with its neighbours and maps over clients; the kernel does neither.
-        scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
-        y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
-        y = (y if bias is None else y + _channels(bias, x)).to(x.dtype)
-    else:
-        y = F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
-    return y, moments
+    if not torch.compiler.is_compiling():
+        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
+    # Written out, it fuses with its neighbours and maps over clients; the kernel does neither.
+    scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
+    y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
+    return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
 
 def combine(moments: Moments) -> Moments:

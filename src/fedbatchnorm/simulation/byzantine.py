@@ -59,6 +59,7 @@ def share_robustly(
 
     The rows of all layers are concatenated, and each kind of row goes through the rule on its own. Where the
     honest clients' rows are not finite, training has diverged: no row is usable, and the statistics stay.
+    Nothing here waits for a GPU.
 
     Args:
         phase: how the scheme merges rows.
@@ -68,9 +69,11 @@ def share_robustly(
     """
     rule = server_rule(recipe)
     running = [r for r, _ in layers.values()]
-    seen = [m for _, m in layers.values()]
-    if not all(bool(s.mean.isfinite().all() & s.var.isfinite().all()) for s in seen):
-        return {name: r for name, (r, _) in layers.items()}
+    fine = torch.stack([m.isfinite().all() & v.isfinite().all() for _, (_, m, v) in layers.values()]).all()
+    seen = [
+        s._replace(mean=torch.where(fine, s.mean, 0), var=torch.where(fine, s.var, 0))
+        for _, s in layers.values()
+    ]
     beta = [round_momentum(r.momentum, r.tracked) for r in running]
     total = [float(s.count) * (recipe.clients if phase.pooled else 1) for s in seen]
     rows = running_rows(running, seen, beta, total)
@@ -78,7 +81,11 @@ def share_robustly(
     variances = with_lies(rows.variances, recipe, "variances", rule, step)
     assert phase.merge_rows is not None
     mean, var = phase.merge_rows(means, variances, beta=rows.beta, total=rows.total, aggregator=rule)
-    return dict(zip(layers, split_layers(running, mean, torch.maximum(var, rows.floor)), strict=True))
+    after = split_layers(running, mean, torch.maximum(var, rows.floor))
+    return {
+        name: new._replace(mean=torch.where(fine, new.mean, r.mean), var=torch.where(fine, new.var, r.var))
+        for name, r, new in zip(layers, running, after, strict=True)
+    }
 
 
 def client_gradients(

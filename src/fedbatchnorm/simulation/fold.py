@@ -39,11 +39,11 @@ class FoldedNorm(_BatchNorm):
         self.seen.append(moments)
         return y
 
-    def running(self, tracked: int = 0) -> Running:
-        """The shared statistics; only an update needs to know the steps `tracked`."""
+    def running(self) -> Running:
+        """The shared statistics. Their momentum is a number, so nobody asks how often they were updated."""
         assert self.running_mean is not None
         assert self.running_var is not None
-        return Running(self.running_mean, self.running_var, tracked, self.momentum, self.eps)
+        return Running(self.running_mean, self.running_var, 0, self.momentum, self.eps)
 
     def start(self, phase: Phase) -> None:
         """Begin a round."""
@@ -62,12 +62,16 @@ class FoldedNorm(_BatchNorm):
             return None
         return Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
 
-    def load(self, after: Running) -> None:
-        """Take over the statistics that the server has made."""
-        with torch.no_grad():
-            self.running_mean.copy_(after.mean)  # pyrefly: ignore
-            self.running_var.copy_(after.var)  # pyrefly: ignore
-            self.num_batches_tracked.add_(1)  # pyrefly: ignore
+
+def load_all(layers: dict[str, FoldedNorm], after: dict[str, Running]) -> None:
+    """Take over the statistics that the server has made, in a few operations for all layers."""
+    changed = [layers[name] for name in after]
+    with torch.no_grad():
+        for name in ("mean", "var"):
+            now: list[Tensor] = [getattr(layer, f"running_{name}") for layer in changed]
+            torch._foreach_copy_(now, [getattr(running, name) for running in after.values()])
+        counters: list[Tensor] = [layer.num_batches_tracked for layer in changed]  # pyrefly: ignore
+        torch._foreach_add_(counters, 1)
 
 
 def fold(model: nn.Module, beta: float) -> dict[str, FoldedNorm]:

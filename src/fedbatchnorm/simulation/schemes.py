@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..aggregation.statistics import robust_update
-from ..norm.moments import Moments, Running, accumulator_dtype, combine, normalise, update_running
+from ..norm.moments import (
+    Moments,
+    Running,
+    accumulator_dtype,
+    combine,
+    normalise,
+    update_running,
+    with_constants,
+)
 from ..norm.reduce import in_transform, statistics_dtype
 
 Normalise = Callable[..., tuple[Tensor, Moments | None]]
@@ -79,14 +87,9 @@ def with_own_batch(
         >>> y.flatten().round().tolist(), seen.var.flatten().tolist()
         ([-1.0, 1.0, -1.0, 1.0], [1.0, 100.0])
     """
+    if torch.compiler.is_compiling() or (in_transform() and clients == 1):  # no buffer to write to there
+        return _own_batch_written_out(x, running.eps, clients, weight, bias)
     channels = x.shape[1]
-    if in_transform() and clients == 1:  # no buffer can be written to there
-        dims = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(x.to(statistics_dtype(x)), dims, correction=0, keepdim=True)
-        y = ((x - mean) * (var + running.eps).rsqrt()).to(x.dtype)
-        for factor, combine_with in ((weight, torch.mul), (bias, torch.add)):
-            y = y if factor is None else combine_with(y, factor.view_as(mean))
-        return y, Moments(x.numel() // channels, mean.detach().view(1, -1), var.detach().view(1, -1))
     mean, unbiased = (running.mean.new_zeros(clients * channels) for _ in range(2))
     if clients > 1:
         x = x.unflatten(0, (clients, -1)).movedim(0, 1).flatten(1, 2)
@@ -100,6 +103,20 @@ def with_own_batch(
     return y, Moments(count, mean.view(clients, channels), var.view(clients, channels))
 
 
+def _own_batch_written_out(
+    x: Tensor, eps: float, clients: int, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Moments]:
+    """`with_own_batch` in operations that fuse with their neighbours and map over clients."""
+    parts = x.unflatten(0, (clients, -1))
+    dims = [1, *range(3, parts.dim())]
+    var, mean = torch.var_mean(parts.to(statistics_dtype(x)), dims, correction=0, keepdim=True)
+    y = (parts - mean) * (var + eps).rsqrt()
+    for factor, combine_with in ((weight, torch.mul), (bias, torch.add)):
+        y = y if factor is None else combine_with(y, factor.view(-1, *[1] * (x.dim() - 2)))
+    seen = (t.detach().reshape(clients, -1) for t in (mean, var))
+    return y.to(x.dtype).flatten(0, 1), Moments(x.numel() // mean.numel(), *seen)
+
+
 def with_frozen(
     x: Tensor,
     running: Running,
@@ -109,7 +126,7 @@ def with_frozen(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """Normalise with the running statistics as they are, and measure nothing."""
-    return F.batch_norm(x, running.mean, running.var, weight, bias, training=False, eps=running.eps), None
+    return with_constants(x, running, weight, bias), None
 
 
 def merge_exactly(running: Running, seen: Moments) -> Running:

@@ -4,9 +4,8 @@ A round is a function of the state before it, the recipe and the round's number:
 from a generator seeded by (seed, what for, round). So a run can stop anywhere and go on to the same result.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -16,12 +15,15 @@ from torch import Tensor, nn
 
 from ..data.datasets import Dataset, Split
 from .byzantine import client_gradients, server_rule, share_robustly, with_lies
-from .fold import fold
+from .device import Replay, arithmetic, compiled, own_random_state, set_seed, without_speed
+from .fold import fold, load_all
 from .recipe import Recipe, learning_rate, stream, torch_seed
 from .schemes import SCHEMES, Phase
 
 _PASS_BYTES = 2**22  # on a CPU the largest activation of a pass stays in the cache if below this
 _EVALUATION_BATCH = 1000
+_NEEDS_HOST = ("gaussian", "spike", "geometric_median")  # attacks and rules that a CUDA graph cannot hold
+Engine = Literal["auto", "eager", "compiled"]
 
 
 class Evaluation(NamedTuple):
@@ -37,6 +39,22 @@ def draw(parts: list[np.ndarray], batch: int, rng: np.random.Generator) -> np.nd
     Without replacement within a batch; a client with fewer samples than that draws with replacement.
     """
     return np.stack([part[rng.choice(len(part), batch, replace=len(part) < batch)] for part in parts])
+
+
+def weighted_loss(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor, half: bool) -> Tensor:
+    """The sum of the samples' losses, each with its weight."""
+    return F.cross_entropy(class_scores(model, x, weights.dtype, half), y, reduction="none") @ weights
+
+
+def class_scores(model: nn.Module, x: Tensor, dtype: torch.dtype, half: bool) -> Tensor:
+    """The model's output, (N, classes); `half` computes in bfloat16 where that does no harm."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        return model(x).to(dtype)
+
+
+def share_all(share: Callable[..., Any], seen: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Each layer's next statistics."""
+    return {name: share(*pair) for name, pair in seen.items()}
 
 
 class Simulation:
@@ -64,6 +82,7 @@ class Simulation:
         *,
         device: torch.device | str = "cpu",
         chunk: int | None = None,
+        engine: Engine = "auto",
     ):
         """Set up a federation before its first round.
 
@@ -75,7 +94,12 @@ class Simulation:
             device: where.
             chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations
                 stay in the cache are faster; for `centralized` always all.
+            engine: `compiled` compiles the passes, and on a CUDA GPU replays rounds as CUDA graphs; `eager`
+                runs one operation after another; `auto` is `compiled` on a CUDA GPU and `eager` elsewhere.
+                Where compiling fails, a warning says so, and rounds are eager.
         """
+        if engine not in get_args(Engine):
+            raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(get_args(Engine))}")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1")
         if len(parts) != recipe.honest():
@@ -88,6 +112,15 @@ class Simulation:
         self.scheme = SCHEMES[recipe.scheme]
         dtype = torch.float64 if recipe.precision == "float64" else torch.float32
         self.model = model.to(self.device, dtype)
+        on_gpu = self.device.type == "cuda"
+        self._compile = engine == "compiled" or (engine == "auto" and on_gpu)
+        self._replay: Replay | None = None
+        if self._compile and on_gpu:
+            self.model = self.model.to(memory_format=torch.channels_last)  # pyrefly: ignore
+            if set(_NEEDS_HOST) & {recipe.attack, *recipe.defense.split("+")}:
+                self._go_eager(f"{recipe.attack} against {recipe.defense} needs the host in every round")
+            else:
+                self._replay = Replay(self._work, self.state)
         self.data = data.to(self.device, dtype)
         self.layers = fold(self.model, recipe.beta)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -108,36 +141,30 @@ class Simulation:
 
     def round(self) -> Tensor:
         """One round of all clients; returns the mean training loss, without waiting for the device."""
-        recipe, batch = self.recipe, self.recipe.batch
-        phase = self.scheme.phase(self.step, recipe.switch_step())
-        index = draw(self.parts, batch, stream(recipe.seed, "batches", self.step))
-        index = torch.from_numpy(index.ravel()).to(self.device, non_blocking=True)
-        for layer in self.layers.values():
-            layer.start(phase)
+        recipe = self.recipe
+        index = draw(self.parts, recipe.batch, stream(recipe.seed, "batches", self.step))
+        index = torch.from_numpy(index.ravel())
+        index = index.pin_memory() if self.device.type == "cuda" else index
+        setting = self.scheme.phase(self.step, recipe.switch_step()), learning_rate(recipe, self.step)
         self.model.train()
-        with self._random("dropout"), self._arithmetic():
-            if "gradients" in recipe.targets_struck():
-                passes, total = 1, self._learn_each(index)
-            else:
-                size = (recipe.clients if phase.union else self._chunk) * batch
-                parts = list(zip(index.split(size), self._weights.split(size), strict=True))
-                passes, total = (
-                    len(parts),
-                    sum((self._learn(*part) for part in parts), self._weights.new_zeros(())),
-                )
-                self._descend()
-        self._share(phase, passes)
+        with own_random_state(self.device), arithmetic(self.device, recipe.precision):
+            total = self._run(*setting, index)
         self.step += 1
         return total
+
+    @property
+    def engine(self) -> str:
+        """How rounds run: eager, compiled, or as CUDA graphs."""
+        return "CUDA graphs" if self._replay else "compiled" if self._compile else "eager"
 
     def evaluate(self, split: Split | None = None) -> Evaluation:
         """Accuracy and loss on the test set (or another split), with the running statistics."""
         x, y = split or self.data.test
         self.model.eval()
         right, loss = self._weights.new_zeros(2)
-        with torch.no_grad(), self._arithmetic():
+        with torch.no_grad(), arithmetic(self.device, self.recipe.precision):
             for xs, ys in zip(x.split(self._samples), y.split(self._samples), strict=True):
-                scores = self._forward(xs)
+                scores = self._call(class_scores, self.model, self._inputs(xs), loss.dtype, self._half())
                 right += (scores.argmax(1) == ys).sum()
                 loss += F.cross_entropy(scores, ys, reduction="sum")
         return Evaluation(right.item() / len(y), loss.item() / len(y))
@@ -159,53 +186,95 @@ class Simulation:
             raise ValueError(f"the state is that of another model: {error}") from error
         self.step = step
 
+    def _run(self, phase: Phase, rate: float, index: Tensor) -> Tensor:
+        """The round's work on the device, replayed where it can be."""
+
+        def seed() -> None:
+            set_seed(self.device, torch_seed(self.recipe.seed, "dropout", self.step))
+
+        if self._replay is not None:
+            try:
+                return self._replay(phase, rate, index=index.to(self.device, non_blocking=True), seed=seed)
+            except Exception as error:
+                self._go_eager(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        seed()
+        return self._work(phase, rate, index.to(self.device, non_blocking=True))
+
+    def _work(self, phase: Phase, rate: float, index: Tensor) -> Tensor:
+        """All that a round does on the device: every client's pass, the server's step, the statistics."""
+        for layer in self.layers.values():
+            layer.start(phase)
+        if "gradients" in self.recipe.targets_struck():
+            passes, total = 1, self._learn_each(index, rate)
+        else:
+            size = (self.recipe.clients if phase.union else self._chunk) * self.recipe.batch
+            parts = list(zip(index.split(size), self._weights.split(size), strict=True))
+            passes = len(parts)
+            total = sum((self._learn(*part) for part in parts), self._weights.new_zeros(()))
+            self._descend(rate)
+        self._share(phase, passes)
+        return total
+
     def _learn(self, chosen: Tensor, weights: Tensor) -> Tensor:
         """Add the gradient of one pass; returns its part of the loss."""
         clients = len(chosen) // self.recipe.batch
         for layer in self.layers.values():
             layer.clients = clients
-        scores = self._forward(self.data.train.x[chosen])
-        loss = F.cross_entropy(scores, self.data.train.y[chosen], reduction="none") @ weights
+        x, y = self._inputs(self.data.train.x[chosen]), self.data.train.y[chosen]
+        loss = self._call(weighted_loss, self.model, x, y, weights, self._half())
         loss.backward()
         return loss.detach()
 
-    def _learn_each(self, index: Tensor) -> Tensor:
+    def _learn_each(self, index: Tensor, rate: float) -> Tensor:
         """Robust-DSGD: every client's own gradient and momentum, the liars', and the server's rule."""
         recipe = self.recipe
-        x, y = self.data.inputs(self.data.train.x[index]), self.data.train.y[index]
+        x, y = self._inputs(self.data.train.x[index]), self.data.train.y[index]
         shape = (recipe.honest(), recipe.batch)
-        rows, losses = client_gradients(
-            self.model, self.layers, x.unflatten(0, shape), y.unflatten(0, shape), self._chunk
-        )
+        x, y = x.unflatten(0, shape), y.unflatten(0, shape)
+        rows, losses = self._call(client_gradients, self.model, self.layers, x, y, self._chunk)
         momenta = self.velocity[0].mul_(recipe.momentum).add_(rows, alpha=1 - recipe.momentum)
-        rule = server_rule(recipe) if bool(momenta.isfinite().all()) else lambda rows: rows.mean(0)
-        direction = rule(with_lies(momenta, recipe, "gradients", rule, self.step))
+        fine = momenta.isfinite().all()  # else training has diverged, and no rule can help
+        rule, sent = server_rule(recipe), torch.where(fine, momenta, 0)
+        direction = rule(with_lies(sent, recipe, "gradients", rule, self.step))
+        direction = torch.where(fine, direction, torch.nan)
         with torch.no_grad():
             sizes = [p.numel() for p in self.parameters]
             for p, part in zip(self.parameters, direction.split(sizes), strict=True):
-                p.sub_(part.view_as(p), alpha=learning_rate(recipe, self.step))
+                p.sub_(part.view_as(p), alpha=rate)
         return losses.mean()
 
     def _share(self, phase: Phase, passes: int) -> None:
         """The server's part of a round: the statistics that all clients go on with."""
         rows = {name: layer.rows(name, passes) for name, layer in self.layers.items()}
-        seen = {name: (self.layers[name].running(self.step), r) for name, r in rows.items() if r is not None}
+        seen = {name: (self.layers[name].running(), r) for name, r in rows.items() if r is not None}
+        if not seen:
+            return
         if self.recipe.is_plain():
-            after = {name: phase.share(*pair) for name, pair in seen.items()} if phase.share else {}
+            after = self._call(share_all, phase.share, seen)
         else:
-            after = share_robustly(phase, seen, self.recipe, self.step) if seen else {}
-        for name, running in after.items():
-            self.layers[name].load(running)
+            after = share_robustly(phase, seen, self.recipe, self.step)
+        load_all(self.layers, after)
 
-    def _forward(self, x: Tensor) -> Tensor:
-        half = self.recipe.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            return self.model(self.data.inputs(x)).to(self._weights.dtype)
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return compiled(function)(*args) if self._compile else function(*args)
 
-    def _descend(self) -> None:
+    def _inputs(self, x: Tensor) -> Tensor:
+        x = self.data.inputs(x)
+        return x.to(memory_format=torch.channels_last) if self._compile and x.dim() == 4 else x
+
+    def _half(self) -> bool:
+        return self.recipe.precision == "bf16"
+
+    def _go_eager(self, why: str) -> None:
+        self._compile, self._replay = False, None
+        for p in self.model.parameters():
+            p.grad = None
+        without_speed(why)
+
+    def _descend(self, rate: float) -> None:
         """Client momentum, then the server's step. The mean of the clients' momenta is the momentum of
         the mean gradient, so that one buffer stands for all clients."""
-        keep, rate = self.recipe.momentum, learning_rate(self.recipe, self.step)
+        keep = self.recipe.momentum
         parameters: list[Tensor] = list(self.parameters)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         with torch.no_grad():
@@ -214,41 +283,6 @@ class Simulation:
             torch._foreach_add_(parameters, self.velocity, alpha=-rate)
         for p in parameters:
             p.grad = None
-
-    @contextlib.contextmanager
-    def _random(self, what: str) -> Iterator[None]:
-        """Seed what modules such as dropout draw from, and give the caller's state back."""
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
-            seed = torch_seed(self.recipe.seed, what, self.step)
-            torch.default_generator.manual_seed(seed)
-            if cuda:
-                with torch.cuda.device(self.device):
-                    torch.cuda.manual_seed(seed)
-            mps = torch.mps.get_rng_state() if self.device.type == "mps" else None
-            if mps is not None:
-                torch.mps.manual_seed(seed)
-            try:
-                yield
-            finally:
-                if mps is not None:
-                    torch.mps.set_rng_state(mps)
-
-    @contextlib.contextmanager
-    def _arithmetic(self) -> Iterator[None]:
-        """TF32 on or off on a GPU, as the recipe says, and as it was before when done."""
-        if self.device.type != "cuda":
-            yield
-            return
-        switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # pyrefly: ignore
-        before = [switch.fp32_precision for switch in switches]
-        try:
-            for switch in switches:
-                switch.fp32_precision = "ieee" if self.recipe.precision in ("float32", "float64") else "tf32"
-            yield
-        finally:
-            for switch, value in zip(switches, before, strict=True):
-                switch.fp32_precision = value
 
     def _try_model(self) -> int:
         """Run one sample through the model; returns the size of the largest activation, in bytes.
