@@ -234,9 +234,5 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _ordered_sum(terms: Tensor) -> Tensor:
-    """Sum over clients, independent of their order; two terms commute without sorting.
-
-    Compiled code is a simulator's, whose clients have one order; and there sorting would not fuse.
-    """
-    unsorted = terms.shape[0] <= 2 or torch.compiler.is_compiling()
-    return terms.sum(0) if unsorted else terms.sort(0).values.sum(0)
+    """Sum over clients, independent of their order; two terms commute without sorting."""
+    return terms.sum(0) if terms.shape[0] <= 2 else terms.sort(0).values.sum(0)

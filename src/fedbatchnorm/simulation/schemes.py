@@ -4,14 +4,14 @@ A scheme is a choice of what a client normalises with in training, and of what i
 Everything else (the simulator, the experiments, the figures, the tests) runs over the table `SCHEMES`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..aggregation.statistics import robust_update
+from ..aggregation.statistics import robust_update, split_layers
 from ..norm.moments import (
     Moments,
     Running,
@@ -150,6 +150,30 @@ def average_rows(
 ) -> tuple[Tensor, Tensor]:
     """Running statistics through the server's rule, each on its own: `average`, with the mean replaced."""
     return aggregator(means), aggregator(variances)
+
+
+def share_side_by_side(phase: Phase, layers: Mapping[str, tuple[Running, Moments]]) -> dict[str, Running]:
+    """Each layer's next statistics; layers that saw equally many values take one set of operations.
+
+    Args:
+        phase: how the scheme shares.
+        layers: layer name -> statistics before the round, and the clients' moments (n, c).
+    """
+    assert phase.share is not None
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, (running, seen) in layers.items():
+        alike.setdefault((seen.count, running.momentum, running.mean.dtype, seen.mean.dtype), []).append(name)
+    after: dict[str, Running] = {}
+    for names in alike.values():
+        running, seen = zip(*(layers[name] for name in names), strict=True)
+        old, new = (
+            [torch.cat([getattr(x, field) for x in rows], dim=-1) for field in ("mean", "var")]
+            for rows in (running, seen)
+        )
+        side_by_side = running[0]._replace(mean=old[0], var=old[1])
+        merged = phase.share(side_by_side, seen[0]._replace(mean=new[0], var=new[1]))
+        after |= zip(names, split_layers(running, merged.mean, merged.var), strict=True)
+    return after
 
 
 _NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)

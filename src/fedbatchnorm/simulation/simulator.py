@@ -18,7 +18,7 @@ from .byzantine import client_gradients, server_rule, share_robustly, with_lies
 from .device import Replay, arithmetic, compiled, own_random_state, set_seed, without_speed
 from .fold import fold, load_all
 from .recipe import Recipe, learning_rate, stream, torch_seed
-from .schemes import SCHEMES, Phase
+from .schemes import SCHEMES, Phase, share_side_by_side
 
 _PASS_BYTES = 2**22  # on a CPU the largest activation of a pass stays in the cache if below this
 _EVALUATION_BATCH = 1000
@@ -50,11 +50,6 @@ def class_scores(model: nn.Module, x: Tensor, dtype: torch.dtype, half: bool) ->
     """The model's output, (N, classes); `half` computes in bfloat16 where that does no harm."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
         return model(x).to(dtype)
-
-
-def share_all(share: Callable[..., Any], seen: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Each layer's next statistics."""
-    return {name: share(*pair) for name, pair in seen.items()}
 
 
 class Simulation:
@@ -159,7 +154,15 @@ class Simulation:
 
     def evaluate(self, split: Split | None = None) -> Evaluation:
         """Accuracy and loss on the test set (or another split), with the running statistics."""
-        x, y = split or self.data.test
+        try:
+            return self._evaluate(*(split or self.data.test))
+        except Exception as error:
+            if not self._compile:
+                raise
+            self._go_eager(_one_line(error))
+            return self._evaluate(*(split or self.data.test))
+
+    def _evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
         self.model.eval()
         right, loss = self._weights.new_zeros(2)
         with torch.no_grad(), arithmetic(self.device, self.recipe.precision):
@@ -196,7 +199,7 @@ class Simulation:
             try:
                 return self._replay(phase, rate, index=index.to(self.device, non_blocking=True), seed=seed)
             except Exception as error:
-                self._go_eager(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+                self._go_eager(_one_line(error))
         seed()
         return self._work(phase, rate, index.to(self.device, non_blocking=True))
 
@@ -250,7 +253,7 @@ class Simulation:
         if not seen:
             return
         if self.recipe.is_plain():
-            after = self._call(share_all, phase.share, seen)
+            after = share_side_by_side(phase, seen)
         else:
             after = share_robustly(phase, seen, self.recipe, self.step)
         load_all(self.layers, after)
@@ -313,3 +316,7 @@ class Simulation:
         if not self.parameters:
             raise ValueError("the model has no parameter to train")
         return max(sizes)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
