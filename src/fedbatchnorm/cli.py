@@ -28,6 +28,7 @@ from .simulation.models import MODELS
 from .simulation.recipe import stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
+from .simulation.simulator import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class Where:
     there when it is missing."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
+    engine: Engine = "auto"
+    """compiled compiles rounds, and on a CUDA GPU replays them as CUDA graphs; eager runs one operation after
+    another; auto is compiled on a CUDA GPU and eager elsewhere."""
     checkpoint_seconds: float = 30.0
     """An interrupted run goes on from its last checkpoint: seconds between them."""
     quiet: bool = False
@@ -54,7 +58,7 @@ class Bar(Watcher):
         self.quiet = quiet or not sys.stderr.isatty()
         total = sum(config.rounds or 0 for config in configs)
         self.bar = tqdm(total=total, unit="round", disable=self.quiet, smoothing=0.05, dynamic_ncols=True)
-        self.runs, self.done, self.skipped = len(configs), 0, 0
+        self.runs, self.done, self.skipped, self.left = len(configs), 0, 0, 0
 
     def begin(self, config: Run | Ring, step: int) -> None:
         """Show which run is on."""
@@ -73,6 +77,11 @@ class Bar(Watcher):
         """A run was finished before."""
         self.done += 1
         self.skipped += 1
+        self.bar.total -= config.rounds or 0
+
+    def leave(self, config: Run | Ring) -> None:
+        """Another process is at a run."""
+        self.left += 1
         self.bar.total -= config.rounds or 0
 
     def stopping(self) -> None:
@@ -136,6 +145,7 @@ def reproduce(
     """Run all that a figure of the paper needs, and draw it.
 
     Runs that are finished are skipped, so that figures share runs, and an interrupted reproduction goes on.
+    Start it several times with the same --out, on several GPUs or as a job array, and they share the work.
 
     Example: fedbatchnorm reproduce fig3 --scale full --seeds 3 --data-dir ~/data
 
@@ -152,7 +162,7 @@ def reproduce(
         )
     seeds = _at_least_one("seeds", seeds)
     configs = catalogue.unique(c for name in names for c in catalogue.FIGURES[name].runs(scale, seeds))
-    _run(configs, where)
+    _run(configs, where, share=True)
     _tables(where.out, configs)
     _report(where.out)
 
@@ -271,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _run(configs: list[Run | Ring], where: Where) -> None:
+def _run(configs: list[Run | Ring], where: Where, share: bool = False) -> None:
     device = choose_device(where.device)
     start = time.monotonic()
     runs = f"{len(configs)} runs" if len(configs) > 1 else "1 run"
@@ -279,11 +289,13 @@ def _run(configs: list[Run | Ring], where: Where) -> None:
     bar = Bar(configs, where.quiet)
     try:
         options = Options(device, where.data_dir, where.checkpoint_seconds, bar, signals=True)
-        run_all(configs, where.out, options)
+        run_all(configs, where.out, options._replace(engine=where.engine, share=share))
     finally:
         bar.bar.close()
     again = f", {bar.skipped} of them finished before" if bar.skipped else ""
     print(f"done in {time.monotonic() - start:.0f} s{again}")
+    if bar.left:
+        print(f"{bar.left} of them are still being run by other processes: what follows is without these")
 
 
 def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:

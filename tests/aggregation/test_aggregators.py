@@ -1,5 +1,6 @@
 """Robust rules: by value against byzfl, by their properties, and against slow twins."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from fedbatchnorm.aggregation.aggregators import (
     median,
     trimmed_mean,
 )
-from fedbatchnorm.aggregation.attacks import ATTACKS, attack
+from fedbatchnorm.aggregation.attacks import ATTACKS, attack, plain_name
 from fedbatchnorm.aggregation.defenses import defense
 from fedbatchnorm.aggregation.mixing import MIXING, bucketing, clipping, nearest_neighbours
 
@@ -336,3 +337,107 @@ def test_the_search_finds_no_weaker_attack(plain, best):
 
 def test_one_honest_client_has_no_deviation():
     assert torch.equal(lies.a_little_is_enough(torch.tensor([[1.0, 2.0]])), torch.tensor([1.0, 2.0]))
+
+
+HUGE = {torch.float64: (1e200, 1.7e308, -1.7e308), torch.float32: (1e20, 1e37, -3e38)}
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(t, v) for t, vs in HUGE.items() for v in vs])
+@pytest.mark.parametrize(
+    "name", [*ROBUST, "nnm+krum", "nnm+median", "arc+trimmed_mean", "nnm+geometric_median"]
+)
+def test_huge_numbers_are_no_better_a_lie_than_infinity(name, dtype, value):
+    honest = torch.randn(7, 40, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    found = defense(name, 3)(torch.cat([honest, torch.full((3, 40), value, dtype=dtype)]))
+    assert found.isfinite().all()
+    assert found.abs().max() < 10
+
+
+@pytest.mark.parametrize("lie", [-1.0, -1.02, 1.01, 3.0])
+def test_a_liar_of_any_length_takes_no_digits_from_the_others(lie):
+    """Sign flipping has the honest length: distances about the liar's row would lose all digits."""
+    honest = 1e6 + 1e-3 * torch.randn(6, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = torch.cat([honest, lie * honest.mean(0, keepdim=True)])
+    found = distances(rows)[:6, :6]
+    want = torch.cdist(honest, honest, compute_mode="donot_use_mm_for_euclid_dist").square()
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
+
+
+TIED = [torch.eye(5), torch.arange(5.0).view(5, 1), 2 * torch.eye(5)[[0, 0, 1, 2, 2]] - 1]
+
+
+@pytest.mark.parametrize("name", [*ROBUST, "nnm+median", "nnm+trimmed_mean", "arc+multi_krum"])
+@pytest.mark.parametrize("rows", TIED)
+def test_ties_are_not_decided_by_who_comes_first(name, rows):
+    rule = defense(name, 2)
+    rows = rows.double()
+    for order in itertools.permutations(range(5)):
+        torch.testing.assert_close(rule(rows[list(order)]), rule(rows), rtol=1e-9, atol=1e-12)
+
+
+def test_the_geometric_median_does_not_stay_at_a_row():
+    rows = torch.tensor([[-2.0, 0.0], [-2.0, -1.0], [0.0, -2.0]], dtype=torch.float64)
+
+    def cost(point):
+        return (rows - point).norm(dim=1).sum().item()
+
+    found = geometric_median(rows)
+    nearby = [found + 1e-4 * torch.randn(2, dtype=torch.float64) for _ in range(200)]
+    assert cost(found) < cost(torch.tensor([-2.0, -1.0])) - 1e-3
+    assert cost(found) <= min(map(cost, nearby)) + 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", [*AGGREGATORS, "nnm+median"])
+def test_half_types_are_refused(name, dtype):
+    with pytest.raises(ValueError, match=r"rows must be .n, d. in float32 or float64"):
+        defense(name, 1)(torch.ones(5, 3).to(dtype))
+
+
+def test_infinities_of_either_sign_come_out_as_infinity():
+    inf = math.inf
+    assert median(torch.tensor([[1.0], [inf], [inf], [inf]]), 1).item() == inf
+    assert median(torch.tensor([[-inf], [inf]])).item() == inf
+    assert trimmed_mean(torch.tensor([[1.0], [-inf], [inf]]), 0).item() == inf
+    rows = torch.tensor([[math.nan], [2.0], [1.0]])
+    assert not bucketing(rows, 1, generator=torch.Generator().manual_seed(0)).isnan().any()
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", math.nan])
+def test_f_is_a_whole_number(wrong):
+    with pytest.raises(ValueError, match=r"f is .*; it must be a whole number"):
+        trimmed_mean(torch.ones(5, 2), wrong)
+    with pytest.raises(ValueError, match=r"f is .*; it must be a whole number"):
+        defense("median", wrong)
+
+
+def test_a_radius_can_be_given_and_must_be_positive():
+    rows = torch.tensor([[30.0, 40.0], [3.0, 4.0], [0.3, 0.4]])
+    assert defense("clipping:20+mean", 0)(rows).tolist() == pytest.approx([5.1, 6.8])
+    assert defense("clipping+mean", 0)(rows).tolist() == pytest.approx([0.9, 1.2])
+    for name in ("clipping:0+median", "clipping:-1+median", "clipping:nan+median", "centred_clipping:0"):
+        with pytest.raises(ValueError, match=r"radius is .*; it must be positive"):
+            defense(name, 0)(rows)
+    for name in ("median:3", "nnm:2+median", "clipping:x+median", "clipping:3"):
+        with pytest.raises(ValueError, match="is not known"):
+            defense(name, 0)
+
+
+def test_large_float32_rows_are_clipped_to_the_radius():
+    rows = torch.tensor([[1e20, 0.0], [1.0, 1.0]])
+    torch.testing.assert_close(clipping(rows, radius=2.0), torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("foe:2", "foe"),
+        ("foe:2.0", "foe"),
+        ("foe:1e1", "foe:10"),
+        ("alie:1.5", "alie"),
+        ("foe:0.123456789", "foe:0.123456789"),
+    ],
+)
+def test_an_attack_has_one_name(name, plain):
+    assert plain_name(name) == plain
+    assert plain_name(plain) == plain

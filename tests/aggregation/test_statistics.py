@@ -446,3 +446,42 @@ def test_unusable_statistics_are_named(bad):
     with pytest.raises(ValueError, match="layer 'bn'") as error:
         merge({"bn": one_layer()["bn"]._replace(**bad)}, random_updates(0, 2))
     assert "None" not in str(error.value).replace("or None", "")
+
+
+def drawn(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {k: Moments(8, torch.randn(2, generator=generator), torch.rand(2, generator=generator)) for k in "ab"}
+        for _ in range(n)
+    ]
+
+
+ZEROS_AND_ONES = {k: Running(torch.zeros(2), torch.ones(2)) for k in "ab"}
+
+
+@pytest.mark.parametrize("caught", [1, 2, 3])
+@pytest.mark.parametrize("rule", ["median", "nnm+median", "trimmed_mean", "nnm+krum"])
+def test_a_caught_liar_is_one_fewer_to_expect(rule, caught):
+    """Who is left out by a verdict cannot make the rule refuse the rest: 7 clients, 3 of them liars."""
+    updates = drawn(7)
+    for i in range(caught):
+        updates[i]["a"] = updates[i]["a"]._replace(mean=torch.full((2,), math.nan))
+    result = merge(ZEROS_AND_ONES, updates, aggregator=fbn.defense(rule, 3))
+    alone = merge(ZEROS_AND_ONES, updates[caught:], aggregator=fbn.defense(rule, 3 - caught)).statistics
+    assert result.updated
+    assert all(torch.equal(result.statistics[k].var, alone[k].var) for k in "ab")
+
+
+def test_too_few_clients_for_a_rule_leave_the_statistics_as_they_were():
+    updates = drawn(7)
+    updates[0]["b"] = updates[0]["b"]._replace(count=0)  # not caught: it just has not seen this layer
+    result = merge(ZEROS_AND_ONES, updates, aggregator=fbn.defense("nnm+median", 3))
+    assert torch.equal(result.statistics["b"].mean, torch.zeros(2))
+    assert not torch.equal(result.statistics["a"].mean, torch.zeros(2))
+    notices = [(n.layer, n.reason, n.detail) for n in result.notices]
+    assert ("b", "below_quorum", "6 of the required 7 clients: the statistics stay") in notices
+
+
+def test_an_aggregator_that_returns_nothing_is_named():
+    with pytest.raises(ValueError, match="aggregator: returned None"):
+        merge(ZEROS_AND_ONES, drawn(5), aggregator=lambda rows: None)

@@ -281,6 +281,19 @@ def test_each_verdict_is_a_switch(reason):
     assert merge(SHARED, sent, max_count=50, checks=others).verdicts[0].used
 
 
+@pytest.mark.parametrize("count", [math.nan, math.inf, 10**30, 2**62, -5])
+def test_a_count_that_cannot_be_merged_is_never_used(count):
+    """Whatever is checked: nothing could be computed with it."""
+    updates = honest()
+    bad = Update(
+        {name: m._replace(count=count) for name, m in updates[0].items()}, updates[0].round, updates[0].id
+    )
+    result = merge(SHARED, [bad, *updates[1:]], checks=[])
+    assert result.verdicts[0].reason == "schema"
+    alone = merge(SHARED, updates[1:]).statistics
+    assert all(torch.equal(result.statistics[k].var, alone[k].var) for k in SHARED)
+
+
 def test_the_schema_is_always_checked():
     updates = [changed(u, mean=torch.zeros(5)) if i == 0 else u for i, u in enumerate(honest())]
     assert merge(SHARED, updates, checks=[]).verdicts[0].reason == "schema"

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.folder import RunFolder
+from fedbatchnorm.experiments.folder import BusyError, RunFolder, read_results
 from fedbatchnorm.experiments.runner import Options, Stopped, Watcher, run_all
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.simulation.schemes import SCHEMES
@@ -227,3 +227,42 @@ def test_a_run_that_another_process_finished_meanwhile_is_left_alone(tmp_path, m
     monkeypatch.setattr(RunFolder, "finished", finished_only_later)
     run_all([config], tmp_path, Options(watcher=Crash(1)))
     assert outcome(tmp_path, config) == before
+
+
+def test_processes_share_the_work(tmp_path):
+    """Three at once over nine runs: each run is done once, by somebody, and all are done in the end."""
+    code = (
+        "import sys, pathlib, json; from fedbatchnorm.experiments.config import Run;"
+        "from fedbatchnorm.experiments.runner import run_all, Options, Watcher\n"
+        "class Count(Watcher):\n"
+        "    begun = 0\n"
+        "    def begin(self, config, step): self.begun += 1\n"
+        "watch = Count()\n"
+        "runs = [Run(scheme='fbn', rounds=60, seed=s) for s in range(9)]\n"
+        "run_all(runs, pathlib.Path(sys.argv[1]), Options(watcher=watch, share=True))\n"
+        "print(watch.begun)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    begun = [int(worker.communicate(timeout=120)[0]) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert sum(begun) == 9
+    assert len(read_results(tmp_path)[0]) == 9
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it_or_an_error(tmp_path):
+    runs = [Run(scheme="fbn", rounds=3, seed=seed) for seed in range(2)]
+    left = []
+
+    class Note(Watcher):
+        def leave(self, config):
+            left.append(config)
+
+    with RunFolder(tmp_path, runs[0]).open():
+        run_all(runs, tmp_path, Options(watcher=Note(), share=True))
+        with pytest.raises(BusyError, match="another process"):
+            run_all(runs, tmp_path)
+    assert left == [runs[0]]
+    assert [r.config for r in read_results(tmp_path)[0]] == [runs[1]]
+    run_all(runs, tmp_path, Options(share=True))
+    assert len(read_results(tmp_path)[0]) == 2

@@ -13,6 +13,8 @@ from torch import Tensor
 Rule = Callable[[Tensor, int], Tensor]
 
 _SMOOTHING, _CONVERGED, _STEPS = 1e-9, 1e-10, 1000
+_CLOSE = 1e-3  # squared distances below this share of those from a common point lose digits
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples' fractions are all different
 _BLOCK, _LARGE_BLOCK = 2**17, 2**23  # values
 
 
@@ -26,7 +28,7 @@ def mean(rows: Tensor, f: int = 0) -> Tensor:
     check(rows, f)
     found = rows.mean(0)
     if _may_wait(rows) and not bool(found.isfinite().all()):
-        raise ValueError("mean: a row is not finite, and a plain mean cannot leave it out; use a robust rule")
+        raise ValueError("mean: the result is not finite; a plain mean leaves no row out: use a robust rule")
     return found
 
 
@@ -40,7 +42,9 @@ def median(rows: Tensor, f: int = 0) -> Tensor:
     n = check(rows, f)
     ordered = _sorted(rows)
     low, high = ordered[(n - 1) // 2], ordered[n // 2]
-    return low + (high - low) / 2 if n % 2 == 0 else low
+    if n % 2:
+        return low
+    return as_numbers(torch.where(low == high, low, low + (high - low) / 2))
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
@@ -51,7 +55,7 @@ def trimmed_mean(rows: Tensor, f: int) -> Tensor:
         tensor([2.5000])
     """
     n = check(rows, f)
-    return _sorted(rows)[f : n - f].mean(0)
+    return as_numbers(_sorted(rows)[f : n - f].mean(0))
 
 
 def krum(rows: Tensor, f: int) -> Tensor:
@@ -60,30 +64,38 @@ def krum(rows: Tensor, f: int) -> Tensor:
     Its score is the mean of its n - f - 1 smallest squared distances to others.
     """
     check(rows, f)
-    rows = _in_order(rows)
-    return rows.index_select(0, _scores(rows, f).argmin().view(1)).squeeze(0)
+    return rows.index_select(0, _best(rows, f, 1)).squeeze(0)
 
 
 def multi_krum(rows: Tensor, f: int) -> Tensor:
     """The mean of the n - f rows with the best scores of Krum."""
     n = check(rows, f)
-    rows = _in_order(rows)
-    return rows[_scores(rows, f).argsort(stable=True)[: n - f]].mean(0)
+    return rows[_best(rows, f, n - f)].mean(0)
 
 
 def geometric_median(rows: Tensor, f: int = 0) -> Tensor:
-    """The point with the least sum of distances to all rows, by Weiszfeld's steps, smoothed.
+    """The point with the least sum of distances to all rows, by the steps of Weiszfeld, Vardi and Zhang.
 
+    T is the mean of the rows weighted by 1 / distance. Where the point is a row itself, that row pulls back
+    with the strength 1 against the pull |R| of the others: y <- T + min(1, 1 / |R|) (y - T).
     Rows that are not finite are left out; more than f of them are an error.
     """
     check(rows, f)
     good = usable(rows, f)
     rows = rows if bool(good.all()) else rows[good]
+    size = rows.abs().max()
+    if not 0 < float(size) < torch.finfo(rows.dtype).max ** 0.5 / rows.shape[1]:
+        # Squares would overflow; with nothing but zeros there is nothing to do.
+        return geometric_median(rows / size) * size if float(size) else rows[0].clone()
     point = median(rows)
     scale = float(_lengths(rows, point).median())
     for _ in range(_STEPS if scale > 0 else 0):  # at 0 most rows are the point itself
-        weights = 1 / _lengths(rows, point).clamp(min=_SMOOTHING * scale)
-        moved = (weights @ rows) / weights.sum()
+        lengths = _lengths(rows, point)
+        here = lengths <= _SMOOTHING * scale
+        weights = torch.where(here, 0, 1 / lengths)
+        towards = (weights @ rows) / weights.sum()
+        pull = weights.sum() * (towards - point).norm()
+        moved = towards + (here.sum() / pull).nan_to_num(0.0).clamp(max=1) * (point - towards)
         step = float((moved - point).norm())
         point = moved
         if step <= _CONVERGED * scale:
@@ -106,9 +118,12 @@ def centred_clipping(
         steps: how often.
     """
     check(rows, f)
+    check_radius(radius)
     good = usable(rows, f)
     rows = only(rows, good)
     point = torch.zeros_like(rows[0]) if centre is None else centre.to(rows)
+    if _may_wait(rows) and not bool(point.isfinite().all()):
+        raise ValueError("centre has a value that is not finite")
     for _ in range(steps):
         factor = shrink(_lengths(rows, point), radius) * good
         point = point + (factor @ rows) / len(rows) - factor.mean() * point
@@ -128,8 +143,12 @@ AGGREGATORS: dict[str, Rule] = {
 
 def check(rows: Tensor, f: int) -> int:
     """The number of rows; an error if they are no (n, d) numbers, or f is too many of them."""
-    if rows.dim() != 2 or not rows.is_floating_point() or not len(rows):
-        raise ValueError(f"rows must be (n, d) floating point, got {tuple(rows.shape)} of {rows.dtype}")
+    if rows.dim() != 2 or rows.dtype not in (torch.float32, torch.float64) or not len(rows):
+        raise ValueError(
+            f"rows must be (n, d) in float32 or float64, got {tuple(rows.shape)} of {rows.dtype}"
+        )
+    if not isinstance(f, int):
+        raise ValueError(f"f is {f!r}; it must be a whole number")
     if f < 0 or 2 * f >= len(rows):
         raise ValueError(f"f is {f} of {len(rows)} clients; robust rules need 0 <= 2f < n")
     return len(rows)
@@ -160,6 +179,17 @@ def finite(rows: Tensor) -> Tensor:
     return good
 
 
+def check_radius(radius: float) -> None:
+    """An error if nothing can be clipped to this length."""
+    if not radius > 0:
+        raise ValueError(f"radius is {radius}; it must be positive")
+
+
+def as_numbers(result: Tensor) -> Tensor:
+    """The result, with infinity in place of what is not a number: more rows than f held what is none."""
+    return torch.where(result.isnan(), torch.inf, result)
+
+
 def only(rows: Tensor, good: Tensor) -> Tensor:
     """The rows, with 0 in place of those that are not good; on a CPU a copy only if there are any."""
     if rows.device.type == "cpu" and bool(good.all()):
@@ -175,21 +205,34 @@ def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
 def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
     """Squared Euclidean distances, (n, n): infinite from and to a row that is not finite.
 
-    By matrix products, block by block, so that it takes no memory to speak of. Rows are taken about the one
-    of median length: no liar, however far off, takes the digits away from the distances among the others.
-    `good` says which rows are finite, where that is known.
+    By matrix products, block by block, so that it takes no memory to speak of. Rows are taken about one of
+    them: first the one of median length, then, where that lies far from most others for how close these are
+    to each other, about the one in the midst of them. So no liar takes the digits away from the distances
+    among the others. `good` says which rows are finite, where that is known.
     """
     n, good = len(rows), finite(rows) if good is None else good
     lengths = torch.stack([block.square().sum(1) for block in blocks(rows)]).sum(0)
-    middle = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2].view(1)
-    products = rows.new_zeros(n, n)
+    about = torch.where(good, lengths, torch.inf).argsort()[(n - 1) // 2].view(1)
+    found, squares = _distances_about(rows, good, about)
+    typical = found.sort(1).values[:, n // 2]
+    about = typical.argmin().view(1)
+    doubtful = (typical < _CLOSE * squares).index_select(0, about)
+    if rows.device.type != "cpu" or bool(doubtful):
+        found, _ = _distances_about(rows, good, about)
+    return found
+
+
+def _distances_about(rows: Tensor, good: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances (n, n), computed about one row, and the rows' squared distances from it, (n,)."""
+    products = rows.new_zeros(len(rows), len(rows))
     for block in blocks(rows):
-        apart = torch.where(good.unsqueeze(1), block - block.index_select(0, middle), 0)
+        apart = torch.where(good.unsqueeze(1), block - block.index_select(0, about), 0)
         products += apart @ apart.T
     squares = products.diagonal()
     found = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * products).clamp(min=0)
     found.fill_diagonal_(0)
-    return found.masked_fill(~(good.unsqueeze(0) & good.unsqueeze(1)), torch.inf)
+    known = good.unsqueeze(0) & good.unsqueeze(1) & ~found.isnan()  # squares of huge numbers overflow
+    return torch.where(known, found, torch.inf), squares
 
 
 def blocks(rows: Tensor) -> tuple[Tensor, ...]:
@@ -203,18 +246,24 @@ def _may_wait(rows: Tensor) -> bool:
     return rows.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def _in_order(rows: Tensor) -> Tensor:
-    """The rows in an order of their own, so that ties are not decided by who comes first."""
-    return rows[rows.sum(1).nan_to_num(torch.inf).argsort()]
+def own_order(rows: Tensor) -> Tensor:
+    """An order of the rows by what is in them, (n,), so that ties are not decided by who comes first."""
+    keys, start = rows.new_zeros(len(rows)), 0
+    for block in blocks(rows):
+        places = torch.arange(start + 1, start + 1 + block.shape[1], device=rows.device, dtype=rows.dtype)
+        keys += block @ (places * _GOLDEN).frac_()
+        start += block.shape[1]
+    return keys.nan_to_num(torch.inf).argsort()
 
 
-def _scores(rows: Tensor, f: int) -> Tensor:
-    """Krum's scores, (n,): the mean of each row's n - f - 1 smallest squared distances to others."""
-    n, good = len(rows), usable(rows, f)
+def _best(rows: Tensor, f: int, count: int) -> Tensor:
+    """Which rows have the best of Krum's scores: the mean of the n - f - 1 smallest squared distances."""
+    n, good, order = len(rows), usable(rows, f), own_order(rows)
     if n - f - 1 < 1:
-        return rows.new_zeros(n)
+        return order[:count]
     apart = distances(rows, good).fill_diagonal_(torch.inf)
-    return apart.sort(1).values[:, : n - f - 1].mean(1)
+    scores = apart.sort(1).values[:, : n - f - 1].mean(1)
+    return order[scores[order].argsort(stable=True)[:count]]
 
 
 def _sorted(rows: Tensor) -> Tensor:

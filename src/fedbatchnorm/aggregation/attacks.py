@@ -14,6 +14,7 @@ from torch import Tensor
 from ..norm.moments import accumulator_dtype
 
 Defense = Callable[[Tensor], Tensor]  # (n, d) -> (d,)
+_FOE, _ALIE = 2.0, 1.5  # the usual factors
 
 
 def sign_flipping(honest: Tensor) -> Tensor:
@@ -26,12 +27,12 @@ def sign_flipping(honest: Tensor) -> Tensor:
     return -honest.mean(0)
 
 
-def fall_of_empires(honest: Tensor, tau: float | Tensor = 2.0) -> Tensor:
+def fall_of_empires(honest: Tensor, tau: float | Tensor = _FOE) -> Tensor:
     """-tau h (Xie et al., 2020)."""
     return -tau * honest.mean(0)
 
 
-def a_little_is_enough(honest: Tensor, tau: float | Tensor = 1.5) -> Tensor:
+def a_little_is_enough(honest: Tensor, tau: float | Tensor = _ALIE) -> Tensor:
     """h + tau s, with the sample deviation, n - 1 (Baruch et al., 2019)."""
     if len(honest) < 2:
         return honest.mean(0)
@@ -125,7 +126,7 @@ class Attack(NamedTuple):
 
 
 _BOTH = ("means", "variances")
-_WITH_FACTOR = {"foe": fall_of_empires, "alie": a_little_is_enough}
+_WITH_FACTOR = {"foe": (fall_of_empires, _FOE), "alie": (a_little_is_enough, _ALIE)}
 
 ATTACKS: dict[str, Attack] = {
     "sf": Attack(lambda h, f, d, g: sign_flipping(h), ("means",), "sign flipping: minus the honest mean"),
@@ -159,16 +160,25 @@ def attack(name: str) -> Attack:
         >>> attack("foe:10").lie(honest, 1, torch.mean, torch.Generator())
         tensor([-20.])
     """
+    known, _, factor = plain_name(name).partition(":")
+    if not factor:
+        return ATTACKS[known]
+    form, tau = _WITH_FACTOR[known][0], float(factor)
+    return ATTACKS[known]._replace(lie=lambda h, f, d, g: form(h, tau))
+
+
+def plain_name(name: str) -> str:
+    """The one way to write an attack: foe for foe:2.0, foe:10 for foe:1e1; an error if there is none such."""
     known, colon, factor = name.partition(":")
     if not colon and known in ATTACKS:
-        return ATTACKS[known]
+        return known
     try:
-        tau, form = float(factor), _WITH_FACTOR[known]
+        tau, usual = float(factor), _WITH_FACTOR[known][1]
     except (ValueError, KeyError):
-        tau = math.nan
+        tau = usual = math.nan
     if not math.isfinite(tau):
         raise ValueError(
             f"attack {name!r} is not known: it is one of {', '.join(ATTACKS)}; "
             f"{' and '.join(_WITH_FACTOR)} may have a factor, such as foe:10"
         )
-    return ATTACKS[known]._replace(lie=lambda h, f, d, g: form(h, tau))
+    return known if tau == usual else f"{known}:{tau:g}" if float(f"{tau:g}") == tau else f"{known}:{tau!r}"

@@ -1,14 +1,60 @@
 """A server's rule by its name: mixing steps and an aggregator, such as nnm+median."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .aggregators import AGGREGATORS
-from .mixing import MIXING
+from .aggregators import AGGREGATORS, centred_clipping
+from .mixing import MIXING, clipping
+
+_WITH_RADIUS = {"clipping": clipping, "centred_clipping": centred_clipping}
 
 
-def defense(name: str, f: int) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True)
+class Defense:
+    """A rule (n, d) -> (d,) against f liars; see `defense`."""
+
+    name: str
+    f: int
+
+    def __post_init__(self):
+        if not isinstance(self.f, int) or self.f < 0:
+            raise ValueError(f"f is {self.f!r}; it must be a whole number, at least 0")
+        self._steps()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """What the server makes of n clients' rows; an error for 2f clients or fewer."""
+        for step in self._steps():
+            rows = step(rows, self.f)
+        return rows
+
+    def against(self, f: int) -> "Defense":
+        """The same rule against another number of liars."""
+        return replace(self, f=f)
+
+    def _steps(self) -> list[Callable[[Tensor, int], Tensor]]:
+        *mixing, last = self.name.split("+")
+        return [*(self._step(step, MIXING) for step in mixing), self._step(last, AGGREGATORS)]
+
+    def _step(self, text: str, table: dict[str, Callable[[Tensor, int], Tensor]]) -> Callable:
+        name, colon, radius = text.partition(":")
+        if not colon and name in table:
+            return table[name]
+        try:
+            if name in table:
+                return functools.partial(_WITH_RADIUS[name], radius=float(radius))
+        except (KeyError, ValueError):
+            pass
+        raise ValueError(
+            f"defense {self.name!r} is not known: it is one of {', '.join(AGGREGATORS)}, after any of "
+            f"{', '.join(MIXING)}, joined by +, such as nnm+median; "
+            f"{' and '.join(_WITH_RADIUS)} may have a radius, such as clipping:20"
+        )
+
+
+def defense(name: str, f: int) -> Defense:
     """The rule (n, d) -> (d,) of this name, against f liars; it goes into `merge(aggregator=...)`.
 
     Args:
@@ -20,19 +66,4 @@ def defense(name: str, f: int) -> Callable[[Tensor], Tensor]:
         >>> defense("nnm+median", f=1)(torch.tensor([[0.0], [1.0], [2.0], [1e9]]))
         tensor([1.])
     """
-    *steps, last = name.split("+")
-    unknown = [step for step in steps if step not in MIXING]
-    if unknown or last not in AGGREGATORS:
-        raise ValueError(
-            f"defense {name!r} is not known: it is one of {', '.join(AGGREGATORS)}, "
-            f"after any of {', '.join(MIXING)}, joined by +, such as nnm+median"
-        )
-    if f < 0:
-        raise ValueError(f"f is {f}; it must be at least 0")
-
-    def rule(rows: Tensor) -> Tensor:
-        for step in steps:
-            rows = MIXING[step](rows, f)
-        return AGGREGATORS[last](rows, f)
-
-    return rule
+    return Defense(name, f)

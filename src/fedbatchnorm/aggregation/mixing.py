@@ -6,7 +6,20 @@ One table, `MIXING`; every function takes (rows, f), keeps type and device, and 
 import torch
 from torch import Tensor
 
-from .aggregators import Rule, blocks, check, distances, finite, only, shrink, usable
+from ..norm.moments import accumulator_dtype
+from .aggregators import (
+    Rule,
+    as_numbers,
+    blocks,
+    check,
+    check_radius,
+    distances,
+    finite,
+    only,
+    own_order,
+    shrink,
+    usable,
+)
 
 
 def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
@@ -22,9 +35,9 @@ def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
                 [ 1.],
                 [51.]])
     """
-    n = check(rows, f)
-    good = usable(rows, f)
-    nearest = distances(rows, good).argsort(dim=1, stable=True)[:, : n - f]
+    n, rows = check(rows, f), rows.detach()
+    good, order = usable(rows, f), own_order(rows)
+    nearest = order[distances(rows, good)[:, order].argsort(dim=1, stable=True)[:, : n - f]]
     weights = rows.new_zeros(n, n).scatter_(1, nearest, 1 / (n - f))
     weights = torch.where(good.unsqueeze(1), weights, good.to(rows.dtype) / good.sum())
     mixed = torch.empty_like(rows)
@@ -39,14 +52,15 @@ def bucketing(rows: Tensor, f: int = 0, *, size: int = 2, generator: torch.Gener
     if size < 1:
         raise ValueError(f"size is {size}; it must be at least 1")
     order = torch.randperm(n, generator=generator, device=generator.device).to(rows.device)
-    return torch.stack([group.mean(0) for group in rows[order].split(size)])
+    return as_numbers(torch.stack([group.mean(0) for group in rows[order].split(size)]))
 
 
 def clipping(rows: Tensor, f: int = 0, *, radius: float = 2.0) -> Tensor:
-    """Rows longer than `radius` are brought to that length; those that are not finite become 0."""
+    """Rows longer than `radius` are brought to that length; those whose length is not finite become 0."""
     check(rows, f)
+    check_radius(radius)
     rows = only(rows, finite(rows))
-    return rows * shrink(rows.norm(dim=1), radius).unsqueeze(1)
+    return _scaled(rows, shrink(_lengths(rows), radius))
 
 
 def adaptive_clipping(rows: Tensor, f: int) -> Tensor:
@@ -54,10 +68,19 @@ def adaptive_clipping(rows: Tensor, f: int) -> Tensor:
     n = check(rows, f)
     good = usable(rows, f)
     rows = only(rows, good)
-    norms = rows.norm(dim=1)
+    norms = _lengths(rows)
     ranked = torch.where(good, norms, torch.inf).sort(descending=True).values
     radius = ranked[int(2 * f / n * (n - f))]
-    return rows * shrink(norms, radius).unsqueeze(1)
+    return _scaled(rows, shrink(norms, radius))
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """(n,), in float64 where the device has it: squares of large float32 values are no problem there."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=accumulator_dtype(rows))
+
+
+def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    return rows * factors.to(rows.dtype).unsqueeze(1)
 
 
 MIXING: dict[str, Rule] = {"nnm": nearest_neighbours, "arc": adaptive_clipping, "clipping": clipping}

@@ -19,6 +19,7 @@ from ..norm.moments import (
     tracked_steps,
     update_running,
 )
+from .defenses import Defense
 from .verdicts import CHECKS, Verdict, judge
 
 Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
@@ -65,7 +66,9 @@ def merge(
         momentum: overrides every layer's own; 1 takes the round's statistics as they are.
         steps: local steps that the clients took in the round (the count-weighted mean if they
             differ); the round then weighs 1 - (1 - momentum)^steps.
-        aggregator: None, or (n, d) -> (d,) for rows of equal weight.
+        aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f liars takes who
+            is left out by a verdict for one of them, and needs more than twice as many clients as it still
+            expects to lie; with fewer the statistics stay as they were.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
         nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
@@ -86,16 +89,17 @@ def merge(
     _check_arguments(shared, momentum, steps, quorum)
     verdicts = judge(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
+    aggregator, least = _for_the_rest(aggregator, len(clients) - len(used))
     notices: list[Notice] = []
     rows: dict[str, tuple[Hashable, ...]] = {}
     for name in shared:
         present = tuple(client for client in used if int(clients[client][name].count) > 0)
-        if len(present) >= quorum:
+        if len(present) >= max(quorum, least):
             rows[name] = present
         elif not present:
             notices.append(Notice(name, "empty", "no client has seen a value: the statistics stay"))
         else:
-            detail = f"{len(present)} of the required {quorum} clients: the statistics stay"
+            detail = f"{len(present)} of the required {max(quorum, least)} clients: the statistics stay"
             notices.append(Notice(name, "below_quorum", detail))
     stacked = {name: _stack(clients, name, present) for name, present in rows.items()}
     unions = {name: combine(moments) for name, moments in stacked.items()}
@@ -179,6 +183,17 @@ def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: f
     return [r._replace(mean=m, var=v, tracked=r.tracked + tracked_steps(steps)) for r, m, v in parts]
 
 
+def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregator | None, int]:
+    """The rule for clients that got past the verdicts, and how many of them it needs.
+
+    Who was caught is one of the f liars that a `defense` expects, and so the rest hold that many fewer.
+    """
+    if not isinstance(aggregator, Defense):
+        return aggregator, 1
+    left = aggregator.against(max(0, aggregator.f - caught))
+    return left, 2 * left.f + 1
+
+
 def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Running]:
     """The robust step for layers that the same clients have seen, concatenated into one row each."""
     running = [_on_cpu(r) for r in shared.values()]
@@ -198,13 +213,16 @@ def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Run
 
 
 def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
-    result = torch.as_tensor(aggregator(rows.clone()), dtype=torch.float64)
+    result = aggregator(rows.clone())
+    if result is None:
+        raise ValueError("aggregator: returned None in place of a result; the statistics are unchanged")
+    result = torch.as_tensor(result, dtype=torch.float64)
     if result.shape != rows.shape[1:]:
         raise ValueError(
             f"aggregator: returned shape {tuple(result.shape)} for rows of shape {tuple(rows.shape)}, "
             f"expected {tuple(rows.shape[1:])}"
         )
-    if not bool(result.isfinite().all()):
+    if not bool((result.abs() <= torch.finfo(torch.float32).max).all()):
         raise ValueError("aggregator: returned a value that is not finite; the statistics are unchanged")
     return result
 

@@ -146,6 +146,8 @@ def _problems(running: Running, moments: object, rules: _Rules) -> Iterator[tupl
         yield "impossible_moments", f"the mean of what is never below 0 is {float(mean.min()):.3g}"
     if reason is not None:
         yield reason, detail
+        if not _countable(count):  # then nothing can be computed with it, whatever is checked
+            yield "schema", detail
 
 
 def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
@@ -158,6 +160,11 @@ def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
     if not 0 <= int(count) <= limit:
         return "count_out_of_range", f"count is {count}, allowed are 0 to {limit:.0f}"
     return None, ""
+
+
+def _countable(count: Any) -> bool:
+    """Whether moments can be merged with this count at all: a number of values, of any size that adds up."""
+    return math.isfinite(count) and 0 <= int(count) <= _LARGEST_COUNT
 
 
 def _whole(number: object) -> bool:

@@ -53,6 +53,17 @@ class RunFolder:
         """Whether the run is complete: the summary is written last."""
         return (self.path / "summary.json").is_file()
 
+    def busy(self) -> bool:
+        """Whether another process is at it right now."""
+        if fcntl is None or not (self.path / "lock").is_file():
+            return False
+        with (self.path / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Make the folder and keep other processes out of it for a while."""

@@ -17,10 +17,10 @@ from ..data import datasets, partition
 from ..simulation import models
 from ..simulation.recipe import learning_rate, stream, torch_seed
 from ..simulation.ring import Ring, normalise_ring
-from ..simulation.simulator import Simulation
+from ..simulation.simulator import Engine, Simulation
 from .config import Run, describe
 from .environment import environment
-from .folder import RunFolder, write_json
+from .folder import BusyError, RunFolder, write_json
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
@@ -41,6 +41,9 @@ class Watcher:
     def skip(self, config: Run | Ring) -> None:
         """A run was finished before."""
 
+    def leave(self, config: Run | Ring) -> None:
+        """Another process is at a run."""
+
     def stopping(self) -> None:
         """The user asked to stop; the round that is running comes to its end first."""
 
@@ -54,29 +57,51 @@ class Options(NamedTuple):
     watcher: Watcher = Watcher()
     stop: Callable[[], bool] = lambda: False
     signals: bool = False  # Ctrl-C and SIGTERM stop after the current round
+    engine: Engine = "auto"
+    share: bool = False  # leave runs that another process is at, in place of an error
 
 
 def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None = None) -> list[Path]:
-    """Run what is not finished yet; returns the folders. `Stopped` if the user asked to stop."""
+    """Run what is not finished yet; returns the folders. `Stopped` if the user asked to stop.
+
+    Several processes may share the work: with `options.share` a run that another one is at is left to it,
+    and tried again at the end, in case that one has died.
+    """
     options = options or Options()
-    folders = []
-    for config in configs:
-        folder = RunFolder(root, config)
-        folders.append(folder.path)
-        if folder.finished():
-            options.watcher.skip(config)
-            continue
-        # Set up before there is a folder: what cannot start leaves none.
-        work = _ring(config) if isinstance(config, Ring) else _training(config, options)
+    configs = list(configs)
+    left = [config for config in configs if not _run_one(config, root, options, last=not options.share)]
+    for config in left:
+        if not _run_one(config, root, options, last=False):
+            options.watcher.leave(config)
+    return [RunFolder(root, config).path for config in configs]
+
+
+def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bool:
+    """Run a configuration unless it is finished; False if another process is at it (an error if `last`)."""
+    folder = RunFolder(root, config)
+    if folder.finished():
+        options.watcher.skip(config)
+        return True
+    if not last and folder.busy():  # before anything is set up for nothing
+        return False
+    # Set up before there is a folder: what cannot start leaves none.
+    work = _ring(config) if isinstance(config, Ring) else _training(config, options)
+    try:
         with folder.open():
             if folder.finished():  # by another process, in the meantime
                 options.watcher.skip(config)
             else:
                 work(folder, options)
-    return folders
+    except BusyError:
+        if last:
+            raise
+        return False
+    return True
 
 
-def federation(config: Run, device: torch.device, data_dir: Path | None) -> tuple[Simulation, dict[str, Any]]:
+def federation(
+    config: Run, device: torch.device, data_dir: Path | None, engine: Engine = "auto"
+) -> tuple[Simulation, dict[str, Any]]:
     """The simulation of a configuration before its first round, and who holds how much of each class."""
     data = _load(config.dataset, data_dir)
     labels = data.train.y.numpy()
@@ -86,7 +111,7 @@ def federation(config: Run, device: torch.device, data_dir: Path | None) -> tupl
     assert config.model is not None
     shape, weights = tuple(data.train.x.shape[1:]), torch_seed(config.seed, "weights")
     model = models.build(config.model, shape, len(data.classes), weights)
-    simulation = Simulation(model, data, parts, config, device=device)
+    simulation = Simulation(model, data, parts, config, device=device, engine=engine)
     return simulation, {"classes": data.classes, "samples": held.tolist()}
 
 
@@ -114,7 +139,7 @@ def _listening(options: Options) -> Iterator[list[int]]:
 
 def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], None]:
     """Load and set up all that a run needs; what is returned trains it."""
-    simulation, held = federation(config, options.device, options.data_dir)
+    simulation, held = federation(config, options.device, options.data_dir, options.engine)
 
     def work(folder: RunFolder, options: Options) -> None:
         write_json(folder.path / "holdings.json", held)
@@ -154,7 +179,7 @@ def _train(
             saved_at = now
         if stop:
             _stop(f"stopped at round {simulation.step} of {rounds} ({describe(config)})", asked)
-    folder.finish(simulation.model.state_dict(), _summary(folder))
+    folder.finish(simulation.model.state_dict(), _summary(folder) | {"engine": simulation.engine})
     if asked:
         _stop(f"stopped after {describe(config)}", asked)
 

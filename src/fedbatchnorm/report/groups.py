@@ -60,9 +60,7 @@ class Comparison(NamedTuple):
 
     def labels(self) -> list[str]:
         """The schemes' labels in the table's order."""
-        order = [scheme.title for scheme in SCHEMES.values()]
-        found = {label for label, _ in self.cells}
-        return sorted(found, key=lambda label: (order.index(label.partition(",")[0]), label))
+        return sorted({label for label, _ in self.cells}, key=_rank)
 
     def final(self, label: str, level: float | None) -> Spread | None:
         """Final accuracy over seeds, or None if it was not run."""
@@ -114,7 +112,13 @@ class Siege(NamedTuple):
         """(scheme's title, kind), in the order in which they are drawn."""
         kinds = (NO_ATTACK, NO_DEFENSE, self.example.defense)
         found = {(title, kind) for title, kind, _ in self.cells}
-        return [(s.title, k) for s in SCHEMES.values() for k in kinds if (s.title, k) in found]
+        return sorted(found, key=lambda line: (*_rank(line[0]), kinds.index(line[1])))
+
+    def name(self) -> str:
+        """What is done to whom, in words."""
+        run = self.example
+        lies = f"{run.attack} on {' and '.join(run.targets_struck())}" if run.byzantine else "none"
+        return f"Liars: {lies}, {'undefended' if run.defense == 'none' else f'against {run.defense}'}"
 
     def spread(self, title: str, kind: str, level: float | None) -> Spread | None:
         """Final accuracy over seeds, or None if it was not run."""
@@ -130,15 +134,19 @@ class Siege(NamedTuple):
 
 
 def sieges(results: list[Result]) -> list[Siege]:
-    """The runs with liars, brought together: one for each attack and defense."""
+    """The runs with liars or a defense, brought together: one for each attack and defense.
+
+    Undefended runs go with the defended ones of the same attack, and make one of their own without such.
+    """
     runs = [(r.config, r) for r in sorted(results, key=lambda r: r.config.seed) if isinstance(r.config, Run)]
     found: dict[tuple[Any, ...], Siege] = {}
-    for run, _ in runs:
+    for run, _ in sorted(runs, key=lambda pair: pair[0].defense == "none"):
         parameter = run.heterogeneity()[0]
         ignored = {"scheme", "seed", "switch", parameter, *ADVERSARY}
         shared = _shared(run, ignored)
         key = (shared, run.byzantine, run.attack, run.targets_struck(), run.defense)
-        if not run.byzantine or run.defense == "none" or key in found:
+        defended = any(k[:4] == key[:4] for k in found) and run.defense == "none"
+        if run.is_plain() or defended or key in found:
             continue
         siege = found[key] = Siege(run, parameter, {})
         for other, result in runs:
@@ -146,7 +154,7 @@ def sieges(results: list[Result]) -> list[Siege]:
             kind = NO_ATTACK if other.is_plain() else NO_DEFENSE if other.defense == "none" else other.defense
             fits = kind == NO_ATTACK or (same and kind in (NO_DEFENSE, run.defense))
             if fits and other.scheme != "centralized" and _shared(other, ignored) == shared:
-                cell = (SCHEMES[other.scheme].title, kind, other.heterogeneity()[1])
+                cell = (_label(other), kind, other.heterogeneity()[1])
                 siege.cells.setdefault(cell, []).append(result)
     return list(found.values())
 
@@ -225,6 +233,12 @@ def _shared(config: Run | Ring, ignored: Collection[str | None]) -> tuple[Any, .
 
 def _order(parameter: str | None) -> int:
     return {"gamma": 2, "alpha": 1}.get(parameter or "", 0)
+
+
+def _rank(label: str) -> tuple[int, str]:
+    """Where a scheme's label comes: in the order of the table."""
+    titles = [scheme.title for scheme in SCHEMES.values()]
+    return titles.index(label.partition(",")[0]), label
 
 
 def _label(run: Run) -> str:

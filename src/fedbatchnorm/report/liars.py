@@ -5,17 +5,24 @@ A claim is one function and one row of `LIAR_CLAIMS`, with the attacks that it s
 
 from collections.abc import Callable
 
+from ..aggregation.attacks import attack
 from ..simulation.schemes import SCHEMES
 from .claims import Claim, Finding, Measured, judge
 from .groups import NO_ATTACK, NO_DEFENSE, Siege, Spread
 
 _FBN, _NAIVE = SCHEMES["fbn"].title, SCHEMES["naive"].title
+_ALL, _RULES = ("sf", "foe", "alie"), ("nnm+median", "nnm+trimmed_mean")
 _STRONG = {"gamma": 0.01, "alpha": 0.1}  # from here down heterogeneity counts as strong
 
 
 def judge_siege(siege: Siege) -> list[Finding]:
-    """The claims that speak of a siege's attack, each with what was measured."""
-    return judge([claim for attacks, claim in LIAR_CLAIMS if siege.example.attack in attacks], siege)
+    """The claims that speak of a siege, each with what was measured; none if it is not one of the paper's."""
+    run = siege.example
+    if run.attack not in _ALL or run.defense not in _RULES or 10 * run.byzantine != 3 * run.clients:
+        return []
+    if run.targets_struck() != attack(run.attack).targets:
+        return []
+    return judge([claim for attacks, claim in LIAR_CLAIMS if run.attack in attacks], siege)
 
 
 def _strong(siege: Siege) -> list[float | None]:
@@ -97,7 +104,6 @@ def _naive_apart(siege: Siege) -> Measured:
     return _levels_where(siege, _strong(siege), cells, lambda ours, calm: ours <= calm - 10)
 
 
-_ALL = ("sf", "foe", "alie")
 LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
     (
         _ALL,

@@ -137,15 +137,17 @@ def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
     sections = []
     for i, siege in enumerate(found):
         run = siege.example
-        struck = " and ".join(run.targets_struck())
-        title = f"Liars: {run.attack} on {struck}, against {run.defense}"
+        struck = " and ".join(run.targets_struck()) or "nothing"
+        title = siege.name()
         text = (
             f"{run.byzantine} of {run.clients} clients lie about {struck}; the data is split among the "
             f"others (among all {run.clients} where there is no attack). {run.dataset}, {run.model}, "
             f"{run.rounds} rounds. Fewer clients with data differ less, which helps naive BatchNorm: compare "
             "its attacked and defended runs with each other. Bands are one standard deviation over seeds."
         )
-        section = _section(title, text, figures.siege_figure(siege), out, f"attack-{run.attack}-{i}")
+        section = _section(
+            title, text, figures.siege_figure(siege), out, f"attack-{run.attack.replace(':', '-')}-{i}"
+        )
         header, rows = siege_table(siege)
         sections.append(section | {"claims": judge_siege(siege), "header": header, "rows": rows})
     return sections

@@ -16,7 +16,7 @@ from ..aggregation.defenses import defense
 from ..aggregation.statistics import running_rows, split_layers
 from ..norm.moments import Moments, Running, round_momentum
 from .fold import FoldedNorm
-from .recipe import Recipe, torch_seed
+from .recipe import TARGETS, Recipe, torch_seed
 from .schemes import Phase
 
 Rule = Callable[[Tensor], Tensor]
@@ -45,7 +45,8 @@ def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) 
     if not f:
         return honest
     if what in recipe.targets_struck():
-        generator = torch.Generator().manual_seed(torch_seed(recipe.seed, "attack", step))
+        seed = torch_seed(recipe.seed, "attack", step, TARGETS.index(what))
+        generator = torch.Generator().manual_seed(seed)
         sent = attack(recipe.attack).lie(honest, f, rule, generator)
     else:
         sent = honest.mean(0)
@@ -89,7 +90,12 @@ def share_robustly(
 
 
 def client_gradients(
-    model: nn.Module, layers: Mapping[str, FoldedNorm], x: Tensor, y: Tensor, chunk: int
+    model: nn.Module,
+    layers: Mapping[str, FoldedNorm],
+    x: Tensor,
+    y: Tensor,
+    chunk: int,
+    half: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Every client's own gradient in one pass: `vmap` over the clients (Robust-DSGD).
 
@@ -101,6 +107,7 @@ def client_gradients(
         x: (h, batch, ...), the clients' inputs.
         y: (h, batch).
         chunk: clients at a time.
+        half: compute in bfloat16 where that does no harm.
 
     Returns:
         Gradients (h, P), flattened in the order of the parameters, and losses (h,).
@@ -114,7 +121,9 @@ def client_gradients(
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         for layer in layers.values():
             layer.seen = []
-        value = F.cross_entropy(torch.func.functional_call(model, parameters, (x,)).to(x.dtype), y)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            scores = torch.func.functional_call(model, parameters, (x,))
+        value = F.cross_entropy(scores.to(x.dtype), y)
         seen = {name: layer.seen[0] for name, layer in layers.items() if layer.seen}
         counts.update({name: m.count for name, m in seen.items() if m is not None})
         return value, {name: (m.mean[0], m.var[0]) for name, m in seen.items() if m is not None}

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..aggregation.attacks import attack
+from ..aggregation.attacks import attack, plain_name
 from ..aggregation.defenses import defense
 from .schemes import SCHEMES
 
@@ -128,7 +128,7 @@ def _check_adversary(recipe: Recipe) -> None:
     """Liars, attack, targets and defense must go together."""
     f, n = recipe.byzantine, recipe.clients
     if recipe.attack != "none":
-        attack(recipe.attack)
+        object.__setattr__(recipe, "attack", plain_name(recipe.attack))
     if recipe.defense != "none":
         defense(recipe.defense, f)
     if (f > 0) != (recipe.attack != "none"):
@@ -143,14 +143,14 @@ def _check_adversary(recipe: Recipe) -> None:
         raise ValueError("weighting is 'size', but robust rules for gradients weigh all clients the same")
 
 
-def stream(seed: int, what: str, step: int = 0) -> np.random.Generator:
-    """The generator of one purpose and one round."""
-    return np.random.default_rng([seed, _STREAMS[what], step])
+def stream(seed: int, what: str, step: int = 0, *more: int) -> np.random.Generator:
+    """The generator of one purpose and one round, or a part of it."""
+    return np.random.default_rng([seed, _STREAMS[what], step, *more])
 
 
-def torch_seed(seed: int, what: str, step: int = 0) -> int:
-    """A seed for torch, for one purpose and one round."""
-    return int(stream(seed, what, step).integers(2**63))
+def torch_seed(seed: int, what: str, step: int = 0, *more: int) -> int:
+    """A seed for torch, for one purpose and one round, or a part of it."""
+    return int(stream(seed, what, step, *more).integers(2**63))
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

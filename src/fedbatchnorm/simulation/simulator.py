@@ -234,7 +234,7 @@ class Simulation:
         x, y = self._inputs(self.data.train.x[index]), self.data.train.y[index]
         shape = (recipe.honest(), recipe.batch)
         x, y = x.unflatten(0, shape), y.unflatten(0, shape)
-        rows, losses = self._call(client_gradients, self.model, self.layers, x, y, self._chunk)
+        rows, losses = self._call(client_gradients, self.model, self.layers, x, y, self._chunk, self._half())
         momenta = self.velocity[0].mul_(recipe.momentum).add_(rows, alpha=1 - recipe.momentum)
         fine = momenta.isfinite().all()  # else training has diverged, and no rule can help
         rule, sent = server_rule(recipe), torch.where(fine, momenta, 0)
