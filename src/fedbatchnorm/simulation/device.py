@@ -6,6 +6,7 @@ is captured once as a CUDA graph and replayed, so that the host only hands over 
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,13 +120,26 @@ class Replay:
                         self._work(*setting, place)
                 torch.cuda.current_stream(index.device).wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
                     loss = self._work(*setting, place)
         finally:
             with torch.no_grad():
                 for name, tensor in self._state().items():
                     tensor.copy_(before[name])
         return graph, place, loss
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Nothing is collected in the middle: an old run's graph, destroyed then, would spoil the capture."""
+    gc.collect()
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def without_speed(why: str) -> None:
