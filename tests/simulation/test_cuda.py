@@ -136,16 +136,29 @@ def test_what_a_graph_cannot_hold_is_eager_and_says_so(attack):
     assert simulation.engine == "eager"
 
 
-def test_a_failed_capture_falls_back_and_loses_nothing(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no graphs today")
+@pytest.mark.parametrize("during", [False, True])
+def test_a_failed_capture_falls_back_and_loses_nothing(monkeypatch, during):
+    """Where graphs cannot be had at all, and where a capture breaks off in its middle."""
 
-    want, _ = federation("fbn", dropout=False, precision="float64", engine="eager")
-    simulation, _ = federation("fbn", dropout=False, precision="float64")
-    monkeypatch.setattr(torch.cuda, "graph", broken)
+    def broken(*args, **kwargs):
+        if not during or torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no graphs today")
+
+    want, _ = federation("fbn", precision="float64", engine="eager")
+    simulation, _ = federation("fbn", precision="float64")
+    if during:
+        monkeypatch.setattr(simulation, "_share", broken)
+    else:
+        monkeypatch.setattr(torch.cuda, "graph", broken)
     with pytest.warns(RuntimeWarning, match="RuntimeError: no graphs today"):
         simulation.round()
+    monkeypatch.undo()
     want.round()
+    simulation.round()
+    want.round()
+    if during:  # its first round did not share
+        assert simulation.step == 2
+        return
     assert simulation.engine == "eager"
     for name, value in simulation.state().items():
         torch.testing.assert_close(value, want.state()[name], rtol=1e-9, atol=1e-12)

@@ -28,11 +28,11 @@ def gradient(model, data, index):
 
 
 class Twin:
-    def __init__(self, model, data, parts, recipe):
-        self.model, self.data, self.parts, self.recipe = copy.deepcopy(model).double(), data, parts, recipe
+    def __init__(self, model, data, parts, recipe, device="cpu"):
+        self.model, self.parts, self.recipe = copy.deepcopy(model).double().to(device), parts, recipe
         for layer in batch_norms(self.model):
             layer.momentum = recipe.beta
-        self.data = data.to(torch.device("cpu"), torch.float64)
+        self.data = data.to(torch.device(device), torch.float64)
         sizes = torch.tensor([len(part) for part in parts]).double()
         self.shares = (
             sizes / sizes.sum()

@@ -109,6 +109,8 @@ class Replay:
         place = index.clone()
         before = {name: tensor.clone() for name, tensor in self._state().items()}
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        generator = torch.cuda.default_generators[torch.cuda._get_device_index(index.device)]
+        spare = generator.clone_state()
         stream = torch.cuda.Stream(index.device)
         stream.wait_stream(torch.cuda.current_stream(index.device))
         try:
@@ -122,6 +124,9 @@ class Replay:
                 graph = torch.cuda.CUDAGraph()
                 with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
                     loss = self._work(*setting, place)
+        except Exception:
+            generator.graphsafe_set_state(spare)  # a capture that broke off leaves it waiting for the rest
+            raise
         finally:
             with torch.no_grad():
                 for name, tensor in self._state().items():
