@@ -48,8 +48,7 @@ class PlainCompiled(Centralised):
         loss = compiled(weighted_loss)(self.model, x, self.data.train.y[index], self.weights, half)
         loss.backward()
         with torch.no_grad():
-            torch._foreach_mul_(self.velocity, 0.99)
-            torch._foreach_add_(self.velocity, [p.grad for p in self.parameters], alpha=0.01)
+            torch._foreach_lerp_(self.velocity, [p.grad for p in self.parameters], 0.01)
             torch._foreach_add_(self.parameters, self.velocity, alpha=-rate)
         for p in self.parameters:
             p.grad = None

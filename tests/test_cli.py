@@ -111,7 +111,7 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["run", "--dataset", "gaussian_ring", "--model", "cnn"], "use mlp"),
         (["reproduce", "fig99"], "choose from fig1, fig2, fig3, fig4, fig5, fig6, fig7"),
         (["reproduce", "fig1", "--seeds", "0"], "seeds is 0"),
-        (["report", "nowhere"], "nowhere is not a folder"),
+        (["report", "nowhere"], "nowhere is neither a folder of runs nor"),
         (["report", "."], "holds no finished run"),
         (["data", "mnist"], "choose from gaussian_ring, digits, cifar10"),
         (["demo", "--seeds", "0"], "seeds is 0"),
@@ -237,3 +237,32 @@ def test_the_demo_shows_what_it_promises(capsys, tmp_path):
         assert figure in page
     levels = re.findall(r"^  (\S+)  +[\d.]+ ± ", out, re.MULTILINE)
     assert levels == ["1", "0.1", "0"]
+
+
+def test_runs_are_collected_and_need_not_be_run_again(capsys, tmp_path):
+    call(capsys, "run", *SHORT, "--out", "a")
+    status, out, _ = call(capsys, "collect", "a", "kept.runs.jsonl")
+    assert (status, out) == (0, "kept.runs.jsonl: 1 runs, 1 of them new\n")
+    status, out, _ = call(capsys, "report", "kept.runs.jsonl", "--out", "page")
+    assert status == 0
+    assert (tmp_path / "page" / "index.html").is_file()
+    status, out, _ = call(capsys, "report", "a", "--markdown", "page.md")
+    assert (status, out) == (0, "page.md\n")
+    assert "| FBN |" in (tmp_path / "page.md").read_text()
+    for wrong in (["collect", "a", "kept.json"], ["collect", "b", "kept.runs.jsonl"], ["report", "page.md"]):
+        status, out, err = call(capsys, *wrong)
+        assert status == 1
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+def test_a_reproduction_takes_over_what_is_known(capsys, tmp_path):
+    runs = [Run(gamma=0.0, seed=0, scheme=s, precision="bf16", rounds=2) for s in ("fbn", "naive")]
+    for run in runs:
+        call(capsys, "run", "--scheme", run.scheme, "--precision", "bf16", "--rounds", "2", "--out", "a")
+    call(capsys, "collect", "a", "kept.runs.jsonl")
+    status, _, err = call(capsys, "reproduce", "fig1", "--known", "nothing", "--device", "cpu")
+    assert (status, err.startswith("error: nothing is neither a folder of runs nor")) == (1, True)
+    status, out, _ = call(capsys, "reproduce", "fig1", "--known", "kept.runs.jsonl", "--device", "cpu")
+    assert status == 0
+    assert "2 runs on" in out

@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,12 +20,13 @@ from .aggregation.attacks import ATTACKS
 from .aggregation.mixing import MIXING
 from .data import cifar10, datasets, partition
 from .experiments import catalogue
+from .experiments.archive import SUFFIX, gather, write_archive
 from .experiments.config import USUAL, Run, describe, digest
 from .experiments.environment import choose_device, describe_device
 from .experiments.folder import BusyError, read_results
 from .experiments.runner import Options, Stopped, Watcher, run_all
 from .simulation.models import MODELS
-from .simulation.recipe import stream
+from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
@@ -103,13 +104,13 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
     """
     configs = catalogue.demo(_at_least_one("seeds", seeds))
     _run(configs, Where(out=out, device="cpu", quiet=quiet))
-    _tables(out, configs)
+    _tables([out], configs)
     print(
         "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalises\n"
         "by its own digit, and the averaged variance misses what lies between clients. FBN shares\n"
         "statistics that are those of the union, and stays with centralised training."
     )
-    _report(out)
+    _report([out])
 
 
 def run(
@@ -141,6 +142,8 @@ def reproduce(
     where: Annotated[Where, tyro.conf.arg(name="")],
     scale: catalogue.Scale = "small",
     seeds: int = 3,
+    precision: Precision = "tf32",
+    known: Path | None = None,
 ) -> None:
     """Run all that a figure of the paper needs, and draw it.
 
@@ -153,6 +156,8 @@ def reproduce(
         figure: fig1 to fig13, numbered as in the paper, or all of them: `all`.
         scale: full is CIFAR-10 with the paper's settings (a GPU, or days); small is digits, in minutes.
         seeds: repetitions, for mean and spread.
+        precision: float32, tf32 (on a GPU's TF32 cores where it has them), bf16, float64.
+        known: a folder or file of runs (see `collect`) that need not be run again.
     """
     names = list(catalogue.FIGURES) if figure == "all" else [figure]
     unknown = [name for name in names if name not in catalogue.FIGURES]
@@ -162,21 +167,51 @@ def reproduce(
         )
     seeds = _at_least_one("seeds", seeds)
     configs = catalogue.unique(c for name in names for c in catalogue.FIGURES[name].runs(scale, seeds))
-    _run(configs, where, share=True)
-    _tables(where.out, configs)
-    _report(where.out)
+    configs = [replace(c, precision=precision) if isinstance(c, Run) else c for c in configs]
+    places = [where.out] if known is None else [where.out, known]
+    _check_places(places[1:])
+    _run(configs, where, share=True, known=places[1:])
+    _tables(places, configs)
+    _report(places, where.out / "report")
 
 
-def report(runs: tyro.conf.Positional[Path], out: Path | None = None) -> None:
-    """Draw figures and one HTML page from a folder of finished runs.
+def report(
+    runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None, markdown: Path | None = None
+) -> None:
+    """Draw figures and one HTML page from finished runs.
+
+    Example: fedbatchnorm report runs
+    Example: fedbatchnorm report results --markdown docs/reproduction.md
+
+    Args:
+        runs: folders that were given as --out, or files made by `collect`.
+        out: where the page and the figures go; RUNS/report if not given.
+        markdown: write a Markdown page here in place of the HTML page, its figures in a folder beside it.
+    """
+    if not runs:
+        raise ValueError("give a folder of runs, or a file made by `fedbatchnorm collect`")
+    _check_places(runs)
+    if markdown is None:
+        _report(runs, out)
+    else:
+        from .report.markdown import write_markdown
+
+        print(write_markdown(*runs, page=markdown))
+
+
+def collect(runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path]) -> None:
+    """Put finished training runs into one small text file, without their weights, to keep or to commit.
+
+    Example: fedbatchnorm collect runs results/cifar10.runs.jsonl
 
     Args:
         runs: the folder that was given as --out.
-        out: where the page and the figures go; RUNS/report if not given.
+        file: a name that ends in .runs.jsonl; runs that it holds already stay.
     """
-    if not runs.is_dir():
-        raise ValueError(f"{runs} is not a folder")
-    _report(runs, out)
+    _check_places([runs])
+    results, _ = gather(runs)
+    whole, new = write_archive(file, results)
+    print(f"{file}: {whole} runs, {new} of them new")
 
 
 def list_names() -> None:
@@ -250,6 +285,7 @@ COMMANDS = {
     "run": run,
     "reproduce": reproduce,
     "report": report,
+    "collect": collect,
     "list": list_names,
     "data": data,
 }
@@ -281,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _run(configs: list[Run | Ring], where: Where, share: bool = False) -> None:
+def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Sequence[Path] = ()) -> None:
     device = choose_device(where.device)
     start = time.monotonic()
     runs = f"{len(configs)} runs" if len(configs) > 1 else "1 run"
@@ -289,7 +325,9 @@ def _run(configs: list[Run | Ring], where: Where, share: bool = False) -> None:
     bar = Bar(configs, where.quiet)
     try:
         options = Options(device, where.data_dir, where.checkpoint_seconds, bar, signals=True)
-        run_all(configs, where.out, options._replace(engine=where.engine, share=share))
+        elsewhere = frozenset(digest(result.config) for result in gather(*known)[0])
+        options = options._replace(engine=where.engine, share=share, known=elsewhere)
+        run_all(configs, where.out, options)
     finally:
         bar.bar.close()
     again = f", {bar.skipped} of them finished before" if bar.skipped else ""
@@ -298,12 +336,18 @@ def _run(configs: list[Run | Ring], where: Where, share: bool = False) -> None:
         print(f"{bar.left} of them are still being run by other processes: what follows is without these")
 
 
-def _tables(root: Path, configs: Iterable[Run | Ring]) -> None:
+def _check_places(places: Iterable[Path]) -> None:
+    for place in places:
+        if not place.is_dir() and not (place.is_file() and place.name.endswith(SUFFIX)):
+            raise ValueError(f"{place} is neither a folder of runs nor a file that ends in {SUFFIX}")
+
+
+def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> None:
     """Final accuracies of these runs, as plain text."""
     from .report.groups import comparisons, final_table, ring_table, rings, siege_table, sieges
 
     wanted = {digest(config) for config in configs}
-    results = [r for r in read_results(root)[0] if r.path.name in wanted]
+    results = [r for r in gather(*places)[0] if digest(r.config) in wanted]
     for ring in rings(results):
         print("\nGaussian ring: mean distance of the normalised points from the centralised ones")
         _print_table(*ring_table(ring))
@@ -333,10 +377,10 @@ def _print_names(title: str, lines: dict[str, str]) -> None:
         print(f"  {name:<{width}}  {text}")
 
 
-def _report(root: Path, out: Path | None = None) -> None:
+def _report(places: Iterable[Path], out: Path | None = None) -> None:
     from .report.page import write_report
 
-    print(f"\nreport: {write_report(root, out)}")
+    print(f"\nreport: {write_report(*places, out=out)}")
 
 
 def _at_least_one(name: str, value: int) -> int:

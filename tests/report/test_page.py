@@ -77,7 +77,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_has_figures_tables_claims_and_runs(runs, tmp_path):
-    page = write_report(runs, tmp_path / "report")
+    page = write_report(runs, out=tmp_path / "report")
     text = page.read_text()
     for part in (
         "Figure 1",
@@ -113,7 +113,7 @@ def test_the_page_has_figures_tables_claims_and_runs(runs, tmp_path):
 
 
 def test_the_page_is_one_file_without_scripts_or_links(runs, tmp_path):
-    tags = Tags(write_report(runs, tmp_path).read_text()).found
+    tags = Tags(write_report(runs, out=tmp_path).read_text()).found
     kinds = {tag for tag, _ in tags}
     assert not kinds & {"script", "link", "iframe", "object", "embed", "form"}
     for tag, attributes in tags:
@@ -124,7 +124,7 @@ def test_the_page_is_one_file_without_scripts_or_links(runs, tmp_path):
 
 
 def test_the_same_runs_give_the_same_page(runs, tmp_path):
-    one, two = (write_report(runs, tmp_path / name).parent for name in "ab")
+    one, two = (write_report(runs, out=tmp_path / name).parent for name in "ab")
     files = sorted(p.name for p in one.iterdir())
     assert files == sorted(p.name for p in two.iterdir())
     for name in files:
@@ -147,7 +147,7 @@ def test_copies_do_not_count_as_seeds_and_odd_folders_are_listed(runs, tmp_path)
         (path / name).write_text(content)
     ring = next(p for p in root.iterdir() if "distance" in (p / "summary.json").read_text())
     (ring / "model.safetensors").write_bytes(b"junk")
-    text = write_report(root, tmp_path / "report").read_text()
+    text = write_report(root, out=tmp_path / "report").read_text()
     left = text[text.index("Left out") :]
     assert "the same configuration as" in left
     for path in (*others[:4], ring):

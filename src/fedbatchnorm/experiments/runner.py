@@ -18,7 +18,7 @@ from ..simulation import models
 from ..simulation.recipe import learning_rate, stream, torch_seed
 from ..simulation.ring import Ring, normalise_ring
 from ..simulation.simulator import Engine, Simulation
-from .config import Run, describe
+from .config import Run, describe, digest
 from .environment import environment
 from .folder import BusyError, RunFolder, write_json
 
@@ -59,6 +59,7 @@ class Options(NamedTuple):
     signals: bool = False  # Ctrl-C and SIGTERM stop after the current round
     engine: Engine = "auto"
     share: bool = False  # leave runs that another process is at, in place of an error
+    known: frozenset[str] = frozenset()  # digests of runs whose results are kept elsewhere
 
 
 def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None = None) -> list[Path]:
@@ -79,7 +80,7 @@ def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None =
 def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bool:
     """Run a configuration unless it is finished; False if another process is at it (an error if `last`)."""
     folder = RunFolder(root, config)
-    if folder.finished():
+    if folder.finished() or digest(config) in options.known:
         options.watcher.skip(config)
         return True
     if not last and folder.busy():  # before anything is set up for nothing

@@ -18,12 +18,13 @@ _TITLE = {name: scheme.title for name, scheme in SCHEMES.items()}
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, when a measurement agrees with it, and how it is measured."""
+    """A sentence of the paper, when a measurement agrees with it, how it is measured, and why it may not."""
 
     where: str
     says: str
     agrees_if: str
     measure: Callable[..., Measured]
+    why: str = ""
 
 
 class Finding(NamedTuple):

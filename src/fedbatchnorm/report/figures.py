@@ -5,6 +5,7 @@ told apart by colour, marker and line alike (colours by Okabe and Ito).
 """
 
 import io
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..simulation.schemes import SCHEMES
-from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, mean_curve, ring_distances
+from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, ring_distances, shared_curves
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 _MARKERS, _LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
@@ -139,17 +140,19 @@ def accuracy_figure(group: Comparison, borrowed: Comparison | None = None) -> Fi
 
 @styled
 def siege_figure(siege: Siege) -> Figure:
-    """Accuracy over rounds for FBN and naive: undisturbed, attacked, defended; a panel for each level."""
+    """Accuracy over rounds for FBN and naive: undisturbed, attacked, defended; a panel for each level.
+
+    An attacked run breaks down or does not, so single seeds are drawn, thin, and their median, thick.
+    """
     levels = siege.levels()
     figure = Figure(figsize=(max(4.2 * len(levels), 6.4), 4.1), layout="constrained")
     panels = figure.subplots(1, len(levels), squeeze=False)[0]
     strokes = {NO_ATTACK: "--", NO_DEFENSE: ":", siege.example.defense: "-"}
     for axis, letter, level in zip(panels, "abcdefgh", levels, strict=False):
         for title, kind in siege.lines():
-            rounds, spreads = mean_curve(siege.cells.get((title, kind, level), []))
+            rounds, curves = shared_curves(siege.cells.get((title, kind, level), []))
             if rounds:
-                points = [_percent(s) for s in spreads]
-                _band(axis, title, rounds, points, f"{title}, {kind}", linestyle=strokes[kind])
+                _threads(axis, title, rounds, curves, f"{title}, {kind}", linestyle=strokes[kind])
         name = "iid" if level is None else f"{siege.parameter} = {level:g}"
         axis.set(title=f"({letter}) {name}", xlabel="round", ylim=(0, 100))
     panels[0].set_ylabel("test accuracy (%)")
@@ -224,6 +227,16 @@ def _band(
     axis.plot(xs, means, label=label or scheme, **style)
     low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
     axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _threads(
+    axis: Axes, scheme: str, xs: list[int], curves: list[list[float]], label: str, **more: Any
+) -> None:
+    style = _style_of(scheme) | more
+    for curve in curves if len(curves) > 1 else []:
+        axis.plot(xs, [100 * y for y in curve], **style | {"marker": ""}, linewidth=0.7, alpha=0.5)
+    middle = [100 * statistics.median(values) for values in zip(*curves, strict=True)]
+    axis.plot(xs, middle, label=label, markersize=3, markevery=max(1, len(xs) // 8), linewidth=1.8, **style)
 
 
 def _percent(spread: Spread) -> Spread:

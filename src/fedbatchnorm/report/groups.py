@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from ..experiments.catalogue import FIGURES
 from ..experiments.config import Run
 from ..experiments.folder import Result
 from ..simulation.recipe import ADVERSARY
@@ -156,7 +157,25 @@ def sieges(results: list[Result]) -> list[Siege]:
             if fits and other.scheme != "centralized" and _shared(other, ignored) == shared:
                 cell = (_label(other), kind, other.heterogeneity()[1])
                 siege.cells.setdefault(cell, []).append(result)
+        struck = {label for label, kind, _ in siege.cells if kind != NO_ATTACK}
+        found[key] = siege._replace(cells={k: v for k, v in siege.cells.items() if k[0] in struck})
     return list(found.values())
+
+
+def figures_of(siege: Siege) -> str:
+    """Which of the paper's figures a siege belongs to, in words; empty if none."""
+    run = siege.example
+    names = [
+        name.removeprefix("fig")
+        for name, figure in FIGURES.items()
+        if any(
+            isinstance(r, Run)
+            and (r.attack, r.defense) == (run.attack, run.defense)
+            and r.heterogeneity()[0] == siege.parameter
+            for r in figure.runs("full", 1)
+        )
+    ]
+    return f"Figure{'s' if len(names) > 1 else ''} {' and '.join(names)}" if names else ""
 
 
 def rings(results: list[Result]) -> list[Rings]:
@@ -172,9 +191,15 @@ def rings(results: list[Result]) -> list[Rings]:
 
 def mean_curve(results: list[Result]) -> tuple[list[int], list[Spread]]:
     """Rounds that all of these runs have evaluated, and accuracy there over seeds."""
+    rounds, curves = shared_curves(results)
+    return rounds, [Spread.of(list(values)) for values in zip(*curves, strict=True)]
+
+
+def shared_curves(results: list[Result]) -> tuple[list[int], list[list[float]]]:
+    """Rounds that all of these runs have evaluated, and each run's accuracy there."""
     runs = [{row["round"]: row["accuracy"] for row in r.metrics} for r in results]
     rounds = sorted(set.intersection(*map(set, runs))) if runs else []
-    return rounds, [Spread.of([run[t] for run in runs]) for t in rounds]
+    return rounds, [[run[t] for t in rounds] for run in runs]
 
 
 def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | None:

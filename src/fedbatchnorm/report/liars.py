@@ -90,8 +90,15 @@ def _learns_first(siege: Siege) -> Measured:
 
 
 def _then_degrades(siege: Siege) -> Measured:
-    cells = [(_FBN, NO_DEFENSE, "best"), (_FBN, NO_DEFENSE, "final")]
-    return _levels_where(siege, _strong(siege), cells, lambda best, last: last <= best - 10)
+    texts, right = [], True
+    for level in _strong(siege):
+        runs = [r.summary for r in siege.cells.get((_FBN, NO_DEFENSE, level), [])]
+        fallen = sum(100 * (s["best_accuracy"] - s["accuracy"]) >= 10 for s in runs)
+        if runs:
+            ends = ", ".join(f"{100 * s['accuracy']:.1f}" for s in runs)
+            texts.append(f"{siege.parameter} {level:g}: {fallen} of {len(runs)} seeds (they end at {ends})")
+            right = 2 * fallen >= len(runs)  # at the last, the strongest level
+    return ("; ".join(texts), right) if texts else None
 
 
 def _naive_alike(siege: Siege) -> Measured:
@@ -104,6 +111,11 @@ def _naive_apart(siege: Siege) -> Measured:
     return _levels_where(siege, _strong(siege), cells, lambda ours, calm: ours <= calm - 10)
 
 
+_FEWER = (
+    "Liars hold no data here, and so the honest ones, fewer than the clients without attack, share the "
+    "classes: a client's own batch is less one-sided, which helps naive BatchNorm. The paper does not say "
+    "how it splits the data when some lie."
+)
 LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
     (
         _ALL,
@@ -130,6 +142,7 @@ LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
             "Undefended naive BatchNorm is unable to learn: close to 10%.",
             "at most 20% in the end",
             _naive_lost,
+            _FEWER,
         ),
     ),
     (
@@ -139,6 +152,7 @@ LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
             "Undefended FBN learns in the beginning, to close to 70%.",
             "its best between 60% and 80%",
             _learns_first,
+            "Whether and when an undefended run breaks down depends on the seed.",
         ),
     ),
     (
@@ -146,8 +160,9 @@ LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
         Claim(
             "section 5",
             "Then it quickly degrades, especially at gamma 0.",
-            "in the end at least 10 points below its best",
+            "half of the seeds or more end 10 points below their best, where heterogeneity is strongest",
             _then_degrades,
+            "Whether an undefended run breaks down depends on the seed.",
         ),
     ),
     (
@@ -157,6 +172,7 @@ LIAR_CLAIMS: list[tuple[tuple[str, ...], Claim]] = [
             "Defended naive is like naive without attack: both poor.",
             "at most 10 points apart",
             _naive_alike,
+            _FEWER,
         ),
     ),
     (

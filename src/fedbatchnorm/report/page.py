@@ -11,8 +11,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from .. import __version__
+from ..experiments.archive import gather
 from ..experiments.config import Run, describe
-from ..experiments.folder import Result, read_results
+from ..experiments.folder import Result
 from . import figures
 from .claims import judge_comparison, judge_rings
 from .groups import (
@@ -21,6 +22,7 @@ from .groups import (
     Siege,
     comparisons,
     counterpart,
+    figures_of,
     final_table,
     rings,
     siege_table,
@@ -31,19 +33,19 @@ from .liars import judge_siege
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
 
-def write_report(root: Path, out: Path | None = None) -> Path:
-    """Draw every figure that the finished runs below `root` allow, and the page around them.
+def write_report(*places: Path, out: Path | None = None) -> Path:
+    """Draw every figure that the finished runs allow, and the page around them.
 
     Args:
-        root: the folder of run folders.
-        out: where the page goes; `root`/report if not given.
+        places: folders of run folders, and files of runs.
+        out: where the page goes; `report` in the first place if not given.
 
     Returns:
         The path of the page.
     """
-    root = Path(root)
-    out = Path(out) if out is not None else root / "report"
-    results, left_out = read_results(root)
+    root = Path(places[0])
+    out = Path(out) if out is not None else (root if root.is_dir() else root.parent) / "report"
+    results, left_out = gather(*map(Path, places))
     if not results:
         reasons = "".join(f"\n  {name}: {why}" for name, why in left_out[:5])
         raise ValueError(
@@ -138,12 +140,13 @@ def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
     for i, siege in enumerate(found):
         run = siege.example
         struck = " and ".join(run.targets_struck()) or "nothing"
-        title = siege.name()
+        title = ": ".join(filter(None, [figures_of(siege), siege.name()]))
         text = (
             f"{run.byzantine} of {run.clients} clients lie about {struck}; the data is split among the "
             f"others (among all {run.clients} where there is no attack). {run.dataset}, {run.model}, "
             f"{run.rounds} rounds. Fewer clients with data differ less, which helps naive BatchNorm: compare "
-            "its attacked and defended runs with each other. Bands are one standard deviation over seeds."
+            "its attacked and defended runs with each other. Thin lines are single seeds, thick ones their "
+            "median."
         )
         section = _section(
             title, text, figures.siege_figure(siege), out, f"attack-{run.attack.replace(':', '-')}-{i}"

@@ -16,7 +16,6 @@ from ..norm.moments import (
     Moments,
     Running,
     accumulator_dtype,
-    combine,
     normalise,
     update_running,
     with_constants,
@@ -130,10 +129,13 @@ def with_frozen(
 
 
 def merge_exactly(running: Running, seen: Moments) -> Running:
-    """The total-variance merge: BatchNorm's update on the union of all batches (Algorithm 2)."""
-    rows = len(seen.mean)
-    counts = torch.ones(rows, dtype=torch.int64, device=seen.mean.device)  # all alike: only ratios matter
-    return update_running(running, combine(seen._replace(count=counts))._replace(count=rows * seen.count))
+    """The total-variance merge: BatchNorm's update on the union of all batches (Algorithm 2).
+
+    Here all clients have seen equally many values, and so within + between are plain means over clients.
+    """
+    means, variances = (t.to(accumulator_dtype(t)) for t in (seen.mean, seen.var))
+    between, mean = torch.var_mean(means, 0, correction=0)
+    return update_running(running, Moments(len(means) * seen.count, mean, variances.mean(0) + between))
 
 
 def average(running: Running, seen: Moments) -> Running:

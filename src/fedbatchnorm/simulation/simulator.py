@@ -281,8 +281,7 @@ class Simulation:
         parameters: list[Tensor] = list(self.parameters)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         with torch.no_grad():
-            torch._foreach_mul_(self.velocity, keep)
-            torch._foreach_add_(self.velocity, gradients, alpha=1 - keep)
+            torch._foreach_lerp_(self.velocity, gradients, 1 - keep)
             torch._foreach_add_(parameters, self.velocity, alpha=-rate)
         for p in parameters:
             p.grad = None
