@@ -1,0 +1,1 @@
+"""Federated BatchNorm on real federations: translation between an engine's messages and the library."""
