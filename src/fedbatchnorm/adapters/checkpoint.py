@@ -27,10 +27,12 @@ def write_checkpoint(path: Path, strategy: object, arrays: Mapping[str, Any], do
     tensors |= {f"{_STRATEGY}{key}": value for key, value in _remembered(strategy).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"format": _FORMAT, "done": str(done), "strategy": type(strategy).__name__}
-    write_bytes(path, save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, facts))
+    write_bytes(path, save({k: np.array(v, order="C") for k, v in tensors.items()}, facts))
 
 
-def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
+def read_checkpoint(
+    path: Path, strategy: object, like: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], int]:
     """What was saved: arrays by name, and the rounds done; the strategy gets back what it remembered.
 
     An error says what does not fit if the file is damaged, or was made with another model or strategy.
@@ -41,15 +43,16 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> tu
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         done = int(facts["done"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({error})") from error
+        raise ValueError(
+            f"{path} is no checkpoint, or a damaged one: delete it to start anew ({error})"
+        ) from error
     arrays = {k.removeprefix(_ARRAYS): v for k, v in tensors.items() if k.startswith(_ARRAYS)}
     shapes = {name: tuple(array.numpy().shape) for name, array in like.items()}
     if {name: value.shape for name, value in arrays.items()} != shapes:
         raise ValueError(f"{path} is of another model: delete it to start anew")
     if facts.get("strategy") != type(strategy).__name__:
-        raise ValueError(
-            f"{path} is of a run with {facts.get('strategy')}, not {type(strategy).__name__}: delete it to start anew"
-        )
+        other = f"{facts.get('strategy')}, not {type(strategy).__name__}"
+        raise ValueError(f"{path} is of a run with {other}: delete it to start anew")
     _remind(strategy, {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)})
     return {name: arrays[name] for name in like}, done
 

@@ -9,12 +9,10 @@ answer with parameters and with what their layers have seen; the wrapper merges 
 
 from __future__ import annotations
 
-import math
-import statistics as numbers
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,10 +23,10 @@ from ..aggregation.statistics import Aggregator, MergeResult, merge
 from ..aggregation.verdicts import Verdict
 from ..norm.convert import federated_layers
 from ..norm.exchange import collect, load_statistics, statistics
-from ..norm.messages import Update, version
-from ..norm.moments import Running, settings_problem
-from ..norm.wire import FormatError, from_bytes, to_bytes
+from ..norm.moments import Moments, Running, settings_problem
+from ..norm.wire import to_bytes
 from .checkpoint import read_checkpoint, write_checkpoint
+from .replies import MOST_STEPS, STATISTICS, Examined, examine
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -38,9 +36,7 @@ except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
 log = getLogger("flwr").log
-STATISTICS = "statistics"  # the name of the record that statistics travel in, either way
 _FIELDS = ("running_mean", "running_var", "num_batches_tracked")
-_MOST_STEPS = 10**6
 
 
 def load(model: nn.Module, message: Message) -> None:
@@ -53,7 +49,8 @@ def load(model: nn.Module, message: Message) -> None:
     records = message.content.array_records
     if STATISTICS not in records:
         raise ValueError(
-            f"the message has no record {STATISTICS!r}: wrap the server's strategy in FederatedBatchNormStrategy"
+            f"the message has no record {STATISTICS!r}: wrap the server's strategy in "
+            "FederatedBatchNormStrategy"
         )
     state: dict[str, torch.Tensor] = {}
     for record in records.values():
@@ -85,7 +82,7 @@ def reply(
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items() if name not in kept}
     update = np.frombuffer(to_bytes(collect(model)), dtype=np.uint8)
     seen = {"update": Array(update), "steps": Array(np.array(steps))}
-    content = {
+    content: dict[str, Any] = {
         arrays: ArrayRecord(_without_integers(state)),
         STATISTICS: ArrayRecord(seen),
         "metrics": MetricRecord(dict(metrics)),
@@ -132,10 +129,12 @@ class FederatedBatchNormStrategy(Strategy):
         problem = settings_problem(momentum, eps)
         if problem:
             raise ValueError(problem)
-        if steps is not None and not 1 <= steps <= _MOST_STEPS:
-            raise ValueError(f"steps is {steps}; it must be from 1 to {_MOST_STEPS}")
+        if steps is not None and not 1 <= steps <= MOST_STEPS:
+            raise ValueError(f"steps is {steps}; it must be from 1 to {MOST_STEPS}")
         self.strategy = strategy
-        self._settings = {} if model is None else {k: (r.momentum, r.eps) for k, r in statistics(model).items()}
+        self._settings = (
+            {} if model is None else {k: (r.momentum, r.eps) for k, r in statistics(model).items()}
+        )
         self._usual = (momentum, eps)
         self._rules = {
             "aggregator": aggregator,
@@ -151,7 +150,8 @@ class FederatedBatchNormStrategy(Strategy):
         self._sent: dict[str, Array] = {}
         self.shared: dict[str, Running] = {}
         self.result: MergeResult | None = None
-        """The statistics as they are, and the outcome of the last round: verdicts and notices."""
+        self.left_out: dict[Hashable, Verdict] = {}
+        """The statistics as they are; of the last round the merge's outcome, and who was left out and why."""
 
     def summary(self) -> None:
         """Log what the strategies are set to."""
@@ -211,7 +211,7 @@ class FederatedBatchNormStrategy(Strategy):
         """Merge the statistics, and let the wrapped strategy aggregate the parameters of the same replies."""
         server_round += self._done
         answers, failures = [], []
-        for message in replies:
+        for message in sorted(replies, key=lambda m: m.metadata.src_node_id):  # not as they happen to arrive
             (failures if message.has_error() else answers).append(message)
         used = self._used(server_round, answers)
         if used is None:
@@ -269,7 +269,7 @@ class FederatedBatchNormStrategy(Strategy):
         self._sent = {name: array for name, array in rest.items() if name not in self._fixed}
 
     def _statistics(self) -> dict[str, Array]:
-        """The statistics under the names of a state_dict; the counter is a whole number, and the server's own."""
+        """The statistics under the names of a state_dict; the counter is whole, and the server's own."""
         found = {}
         for layer, running in self.shared.items():
             values = running.mean.numpy(), running.var.numpy(), np.array(running.tracked, dtype=np.int64)
@@ -288,26 +288,21 @@ class FederatedBatchNormStrategy(Strategy):
 
     def _used(self, server_round: int, answers: list[Message]) -> list[Message] | None:
         """The replies that both sides use, without their statistics; None if the round changes nothing."""
-        updates, steps, left_out = self._examine(answers)
-        verdicts: dict[int, Verdict] = {}
+        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
+        found = examine(answers, self._sent, weight, has_statistics=bool(self.shared))
+        verdicts = dict(found.left_out)
         self.result = None
-        if self.shared and updates:
-            self.result = merge(self.shared, updates, steps=self._round_steps(updates, steps), **self._rules)
-            verdicts = {node: v for node, v in self.result.verdicts.items() if not v.used}
+        if self.shared and found.updates:
+            self.result = merge(self.shared, found.updates, steps=self._round_steps(found), **self._rules)
+            verdicts |= {node: v for node, v in self.result.verdicts.items() if not v.used}
             for notice in self.result.notices:
-                log(INFO, "round %s: layer %s: %s (%s)", server_round, notice.layer, notice.reason, notice.detail)
-        for node, verdict in (left_out | verdicts).items():
+                log(INFO, "round %s: layer %s: %s (%s)", server_round, *notice)
+        self.left_out = verdicts
+        for node, verdict in verdicts.items():
             where = f" in layer {verdict.layer}" if verdict.layer else ""
-            log(
-                WARNING,
-                "round %s: node %s left out: %s%s (%s)",
-                server_round,
-                node,
-                verdict.reason,
-                where,
-                verdict.detail,
-            )
-        good = [m for m in answers if m.metadata.src_node_id in updates.keys() - verdicts.keys()]
+            text = f"{verdict.reason}{where} ({verdict.detail})"
+            log(WARNING, "round %s: node %s left out: %s", server_round, node, text)
+        good = [message for message in answers if message.metadata.src_node_id not in verdicts]
         if len(good) < self._rules["quorum"] or (self.result is not None and not self.result.updated):
             log(WARNING, "round %s: %s usable replies: nothing changes", server_round, len(good))
             return None
@@ -316,88 +311,21 @@ class FederatedBatchNormStrategy(Strategy):
             message.content = RecordDict(content)
         return good
 
-    def _examine(
-        self, answers: list[Message]
-    ) -> tuple[dict[int, Update], dict[int, int], dict[int, Verdict]]:
-        """Every node's update and steps, and verdicts on replies that are not even of the right form."""
-        updates: dict[int, Update] = {}
-        steps: dict[int, int] = {}
-        left_out: dict[int, Verdict] = {}
-        keys = Counter(_metric_keys(message) for message in answers)
-        usual = keys.most_common(1)[0][0] if keys else None
-        repeated = Counter(message.metadata.src_node_id for message in answers)
-        for message in answers:
-            node = message.metadata.src_node_id
-            try:
-                _expect(repeated[node] == 1, "duplicate", "the node has answered more than once")
-                self._check_parameters(message.content)
-                _expect(_metric_keys(message) == usual, "schema", "metrics unlike those of the other replies")
-                updates[node], steps[node] = self._read(message.content)
-            except _LeftOutError as error:
-                left_out[node] = error.verdict
-            except Exception as error:  # whatever a client may have put into a record
-                left_out[node] = Verdict(False, "schema", None, f"{type(error).__name__}: {error}")
-        return updates, steps, left_out
-
-    def _check_parameters(self, content: RecordDict) -> None:
-        """One record with the parameters that were sent, in their shapes and types, finite."""
-        records = [record for name, record in content.array_records.items() if name != STATISTICS]
-        _expect(len(records) == 1, "schema", f"{len(records)} records of parameters, expected 1")
-        _expect(records[0].keys() == self._sent.keys(), "schema", "other parameters than were sent")
-        for name, array in records[0].items():
-            value, sent = array.numpy(), self._sent[name]
-            form = f"{tuple(value.shape)} of {value.dtype}"
-            right = value.shape == tuple(sent.shape) and str(value.dtype) == sent.dtype
-            _expect(right, "schema", f"parameter {name} is {form}, expected {tuple(sent.shape)} of {sent.dtype}")
-            _expect(bool(np.isfinite(value).all()), "non_finite", f"parameter {name} is not finite")
-        _expect(len(content.metric_records) == 1, "schema", "expected one record of metrics")
-        metrics = next(iter(content.metric_records.values()))
-        weight = metrics.get(getattr(self.strategy, "weighted_by_key", "num-examples"), 1)
-        fine = isinstance(weight, int | float) and math.isfinite(weight) and weight > 0
-        _expect(fine, "count_out_of_range", f"its weight is {weight!r}, not a positive number")
-
-    def _read(self, content: RecordDict) -> tuple[Update, int]:
-        """A client's update and its steps."""
-        if not self.shared:
-            return Update({}), 1
-        _expect(STATISTICS in content.array_records, "schema", "no statistics in the reply")
-        record = content.array_records[STATISTICS]
-        try:
-            update = from_bytes(record["update"].numpy().tobytes())
-        except FormatError as error:
-            raise _LeftOutError(Verdict(False, "schema", None, str(error))) from error
-        _expect(isinstance(update, Update), "schema", "statistics in place of an update")
-        steps = int(record["steps"].numpy())
-        _expect(1 <= steps <= _MOST_STEPS, "count_out_of_range", f"{steps} local steps")
-        return update, steps
-
-    def _round_steps(self, updates: Mapping[int, Update], steps: Mapping[int, int]) -> float:
-        """Local steps of the round: the server's number, else the count-weighted mean of the clients' own, or
-        their median where some may lie."""
+    def _round_steps(self, found: Examined) -> float:
+        """Local steps of the round: the server's number, else the mean of the clients' own weighted by what
+        they saw, or their median where some may lie."""
         if self._steps is not None:
             return self._steps
         if self._rules["aggregator"] is not None:
-            return float(numbers.median(steps.values()))
-        good = {n: sum(int(m.count) for m in u.values()) for n, u in updates.items() if u.round == version(self.shared)}
-        total = sum(good.values())
-        return sum(steps[n] * k for n, k in good.items()) / total if total else 1.0
+            return float(median(found.steps.values()))
+        seen = {node: sum(_count(m) for m in update.values()) for node, update in found.updates.items()}
+        total = sum(seen.values())
+        return sum(found.steps[node] * seen[node] for node in seen) / total if total else 1.0
 
 
-class _LeftOutError(Exception):
-    """A reply that cannot be used, with the verdict that says why."""
-
-    def __init__(self, verdict: Verdict):
-        super().__init__(verdict.detail)
-        self.verdict = verdict
-
-
-def _expect(condition: bool, reason: Any, detail: str) -> None:
-    if not condition:
-        raise _LeftOutError(Verdict(False, reason, None, detail))
-
-
-def _metric_keys(message: Message) -> frozenset[str]:
-    return frozenset(name for record in message.content.metric_records.values() for name in record)
+def _count(moments: Moments) -> int:
+    """How much a layer saw, as far as can be believed before the verdicts."""
+    return min(max(int(moments.count), 0), 2**40)
 
 
 def _is_float(array: Array) -> bool:

@@ -1,0 +1,97 @@
+"""A Flower grid in this very process: to try an app out, in a debugger or a test, with nothing to start."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+try:
+    from flwr.app import Context, Error, Message, RecordDict
+    from flwr.serverapp import Grid
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError as error:
+    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+
+_FAILED = 2  # Flower's code for a client app that raised
+
+
+class LocalGrid(Grid):
+    """Nodes that live in this process and answer one after another.
+
+    Example:
+        grid = LocalGrid(client_app, nodes=10, run_config={"lr": 0.1})
+        strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=3)
+    """
+
+    def __init__(
+        self,
+        app: Callable[[Message, Context], Message],
+        nodes: int,
+        run_config: Mapping[str, Any] | None = None,
+    ):
+        """Set up `nodes` nodes, with ids from 1 on, and their partition-id, from 0 on, and num-partitions.
+
+        Args:
+            app: a ClientApp, or anything that is called as one is.
+            nodes: how many.
+            run_config: what the client app finds in its context.
+        """
+        self._app, self._numbers = app, itertools.count(1)
+        if TaskIdentity._run_id is None:  # as nobody has started this process as a server
+            TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+        self._contexts = {
+            i + 1: Context(
+                run_id=1,
+                node_id=i + 1,
+                node_config={"partition-id": i, "num-partitions": nodes},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for i in range(nodes)
+        }
+        self._replies: dict[str, Message] = {}
+
+    def set_run(self, run: Any) -> None:
+        """There is one run only."""
+
+    @property
+    def run(self) -> Any:
+        """There is nothing to tell about it."""
+        return None
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message to a node."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The ids of all nodes."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Let every node answer at once; an app that raises answers with an error."""
+        ids = []
+        for message in messages:
+            number = str(next(self._numbers))
+            message.metadata.__dict__["_message_id"] = number
+            try:
+                self._replies[number] = self._app(message, self._contexts[message.metadata.dst_node_id])
+            except Exception as error:
+                self._replies[number] = Message(Error(_FAILED, repr(error)), reply_to=message)
+            ids.append(number)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The answers to these messages, each once."""
+        return [self._replies.pop(number) for number in message_ids if number in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send, and return the answers."""
+        return self.pull_messages(self.push_messages(messages))
