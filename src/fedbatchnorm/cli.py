@@ -15,6 +15,7 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
 
+from .adapters.scaffold import write_app
 from .aggregation.aggregators import AGGREGATORS
 from .aggregation.attacks import ATTACKS
 from .aggregation.mixing import MIXING
@@ -280,12 +281,27 @@ def data(
     )
 
 
+def new(kind: tyro.conf.Positional[Literal["flower-app"]], folder: tyro.conf.Positional[Path]) -> None:
+    """Write a small app for a real federation, complete and ready to run.
+
+    Example: fedbatchnorm new flower-app my-app
+
+    Args:
+        kind: flower-app, a Flower app (pyproject.toml, client, server, task) that runs offline on digits.
+        folder: a new folder.
+    """
+    for file in write_app(kind, folder):
+        print(file)
+    print(f"next: cd {folder}, read README.md, and run it on a federation with `flwr run .`")
+
+
 COMMANDS = {
     "demo": demo,
     "run": run,
     "reproduce": reproduce,
     "report": report,
     "collect": collect,
+    "new": new,
     "list": list_names,
     "data": data,
 }

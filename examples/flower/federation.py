@@ -1,0 +1,234 @@
+"""A real Flower federation on this machine: a SuperLink, SuperNodes, TLS; everything ends with the script.
+
+    python examples/flower/federation.py examples/flower/app --nodes 3 --run-config "rounds=30"
+
+Makes a certificate authority and a server certificate in a temporary folder, starts one SuperLink and the
+SuperNodes as processes of their own, submits the app, shows the server's log, and ends every process that it
+started, by its id.
+"""
+
+import argparse
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+BIN = Path(sys.executable).parent
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # the apps run in this environment
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def make_certificates(folder):
+    """A certificate authority (ca.pem) and a certificate for 127.0.0.1 and localhost that it signed."""
+    now = datetime.datetime.now(datetime.UTC)
+
+    def certificate(name, issuer, public, signer, extensions):
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(public)
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now)
+        builder = builder.not_valid_after(now + datetime.timedelta(days=7))
+        for extension, critical in extensions:
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(signer, hashes.SHA256())
+
+    def named(text):
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    authority, server = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    of_authority = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
+    signs = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    root = certificate(
+        named("fedbatchnorm example authority"),
+        named("fedbatchnorm example authority"),
+        authority.public_key(),
+        authority,
+        [(x509.BasicConstraints(ca=True, path_length=None), True), (of_authority, False), (signs, True)],
+    )
+    here = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(of_authority)
+    leaf = certificate(
+        named("localhost"),
+        root.subject,
+        server.public_key(),
+        authority,
+        [(x509.SubjectAlternativeName(here), False), (by, False)],
+    )
+    key = server.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    pem = serialization.Encoding.PEM
+    for name, content in {
+        "ca.pem": root.public_bytes(pem),
+        "server.pem": leaf.public_bytes(pem),
+        "server.key": key,
+    }.items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_bytes(content)
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Federation:
+    """A SuperLink and SuperNodes on loopback, with TLS; use it as a context manager.
+
+    Args:
+        nodes: how many SuperNodes.
+        folder: for certificates, logs and Flower's own files.
+    """
+
+    def __init__(self, nodes, folder):
+        self.nodes, self.folder = nodes, Path(folder)
+        self.processes = {}
+        self.env = os.environ | QUIET | {"FLWR_HOME": str(self.folder / "home")}
+
+    def __enter__(self):
+        (self.folder / "home").mkdir(parents=True, exist_ok=True)
+        make_certificates(self.folder)
+        port = free_port()
+        tls = [
+            f"--ssl-{what}={self.folder / file}"
+            for what, file in (
+                ("ca-certfile", "ca.pem"),
+                ("certfile", "server.pem"),
+                ("keyfile", "server.key"),
+            )
+        ]
+        try:
+            self._start("superlink", "flower-superlink", *tls, "--host=127.0.0.1", f"--port={port}")
+            self._wait_for(port)
+            for i in range(self.nodes):
+                self._start(
+                    f"supernode-{i}",
+                    "flower-supernode",
+                    f"--root-certificates={self.folder / 'ca.pem'}",
+                    f"--superlink=127.0.0.1:{port}",
+                    f"--port={free_port()}",
+                    *tls,
+                    f"--node-config=partition-id={i} num-partitions={self.nodes}",
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+        config = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+        (self.folder / "home" / "config.toml").write_text(
+            config + f'root-certificates = "{self.folder / "ca.pem"}"\n'
+        )
+        return self
+
+    def __exit__(self, *error):
+        for process in reversed(self.processes.values()):
+            self._end(process)
+
+    def _start(self, name, program, *arguments):
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [BIN / program, *arguments], env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _end(self, process, how=signal.SIGTERM):
+        """End a process and those that it started: they are one session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _wait_for(self, port, seconds=60):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.processes["superlink"].poll() is not None:
+                break
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return
+            time.sleep(0.2)
+        raise RuntimeError("the SuperLink did not start:\n" + self.log("superlink"))
+
+    def kill(self, node):
+        """End a SuperNode at once, as a crash would."""
+        self._end(self.processes.pop(f"supernode-{node}"), signal.SIGKILL)
+
+    def log(self, name):
+        """What a process has printed so far."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def submit(self, app, run_config=""):
+        """Start a run of an app; returns its id."""
+        command = [
+            "run",
+            str(app),
+            "here",
+            "--format",
+            "json",
+            *(["--run-config", run_config] if run_config else []),
+        ]
+        answer = json.loads(self._flwr(*command))
+        if not answer.get("success"):
+            raise RuntimeError(f"the run did not start: {answer}")
+        return str(answer["run-id"])
+
+    def status(self, run):
+        """Such as starting, running, finished:completed."""
+        answer = json.loads(self._flwr("list", "here", "--run-id", run, "--format", "json"))
+        return answer["runs"][0]["status"]
+
+    def wait(self, run, seconds=600):
+        """Wait until a run has finished; returns its status."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            status = self.status(run)
+            if status.startswith("finished"):
+                return status
+            time.sleep(3)
+        raise TimeoutError(f"run {run} has not finished in {seconds} s: {self.log('superlink')[-3000:]}")
+
+    def _flwr(self, *arguments):
+        done = subprocess.run(
+            [BIN / "flwr", *arguments], env=self.env, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+
+def main():
+    """Start a federation, run the app on it, and end everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("app", type=Path, help="folder of a Flower app")
+    parser.add_argument("--nodes", type=int, default=3, help="how many SuperNodes")
+    parser.add_argument("--run-config", default="", help="overrides, such as 'rounds=30 fbn=false'")
+    args = parser.parse_args()
+    if not (args.app / "pyproject.toml").is_file():
+        parser.error(f"{args.app} is no Flower app: it has no pyproject.toml")
+    with tempfile.TemporaryDirectory() as folder, Federation(args.nodes, folder) as federation:
+        print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS")
+        settings = f"min-nodes={args.nodes} {args.run_config}"
+        run = federation.submit(args.app.resolve(), settings)
+        print(f"run {run}: {federation.wait(run)}")
+        print(federation.log("superlink")[-2000:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The small Flower app: what `fedbatchnorm new` writes, in one process and on a real federation."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from safetensors.torch import load_file
+
+from fedbatchnorm.adapters.local import LocalGrid
+from fedbatchnorm.adapters.scaffold import write_app
+from fedbatchnorm.data import datasets, partition
+from fedbatchnorm.simulation import models
+from fedbatchnorm.simulation.recipe import Recipe, stream
+from fedbatchnorm.simulation.simulator import Simulation
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "flower"
+APP = EXAMPLES / "app"
+sys.path += [str(APP), str(EXAMPLES)]
+from fbn_app import client_app, server_app  # noqa: E402
+from federation import Federation  # noqa: E402
+
+USUAL = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+
+def run_here(tmp_path, nodes=10, app=client_app.app, **settings):
+    """The app in this process; returns the final state and the accuracies by round."""
+    config = USUAL | settings | {"min-nodes": nodes, "output": str(tmp_path / "model.safetensors")}
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    grid = LocalGrid(app, nodes, config)
+    server_app.app(grid, Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config))
+    curve = json.loads((tmp_path / "model.json").read_text())
+    return load_file(tmp_path / "model.safetensors"), curve
+
+
+def simulation(rounds, clients=10):
+    data = datasets.load("digits")
+    parts = partition.gamma_similarity(data.train.y.numpy(), clients, 0.0, stream(0, "partition"))
+    recipe = Recipe(scheme="fbn", clients=clients, batch=10, rounds=rounds, precision="float32")
+    model = models.build("mlp", (1, 8, 8), 10, seed=0)
+    return Simulation(model, data, parts, recipe)
+
+
+def test_the_example_is_what_the_command_writes(tmp_path):
+    written = write_app("flower-app", tmp_path / "app")
+    names = {file.relative_to(tmp_path / "app") for file in written}
+    assert names == {
+        p.relative_to(APP) for p in APP.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
+    for name in names:
+        assert (APP / name).read_text() == (tmp_path / "app" / name).read_text(), name
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert f"torch=={torch.__version__.partition('+')[0]}" in project["project"]["dependencies"]
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        write_app("flower-app", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("rounds", [1, 12])
+def test_flower_and_the_simulator_agree_round_by_round(tmp_path, rounds):
+    state, _ = run_here(tmp_path, rounds=rounds)
+    twin = simulation(rounds)
+    for _ in range(rounds):
+        twin.round()
+    for name, value in twin.model.state_dict().items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.slow
+def test_fedavg_alone_collapses_and_with_federated_batchnorm_it_is_the_simulator_s(tmp_path):
+    """Ten clients with one digit each, 150 rounds."""
+    _, ours = run_here(tmp_path, rounds=150)
+    _, alone = run_here(tmp_path, rounds=150, fbn=False)
+    twin = simulation(150)
+    while twin.step < 150:
+        twin.round()
+    wanted = twin.evaluate().accuracy
+    assert wanted > 0.9
+    assert abs(ours["150"] - wanted) <= 0.01
+    assert alone["150"] < wanted - 0.3
+
+
+def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):
+    """SIGKILL as soon as some rounds are done; a new process finishes the run."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import pathlib, test_flower_app as t\n"
+        "t.run_here(pathlib.Path(sys.argv[3]), nodes=3, rounds=25, checkpoint=sys.argv[4], momentum=0.0)\n"
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    run_here(whole, nodes=3, rounds=25, momentum=0.0)  # momentum is the clients', who are killed here, too
+    file = killed / "server.safetensors"
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(APP), str(killed), str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "model.safetensors").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (killed, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours["3.num_batches_tracked"] == 25
+
+
+@pytest.mark.slow
+def test_a_real_federation_with_tls_survives_a_node_that_dies(tmp_path):
+    """A SuperLink and three SuperNodes on loopback, one of which is killed after the first of two rounds."""
+    out = tmp_path / "out" / "model.safetensors"
+    with Federation(3, tmp_path) as federation:
+        run = federation.submit(APP, f"rounds=2 min-nodes=2 timeout=45.0 output='{out}'")
+        until = time.monotonic() + 120
+        while (
+            federation.log("supernode-2").count("Receiving: train message") < 2 and time.monotonic() < until
+        ):
+            time.sleep(0.1)  # until it is asked for the second time
+        federation.kill(2)
+        assert federation.wait(run) == "finished:completed", federation.log("superlink")[-3000:]
+        processes = list(federation.processes.values())
+    assert all(process.poll() is not None for process in processes)
+
+    def dies(message, context):
+        if context.node_config["partition-id"] == 2 and message.content["config"]["server-round"] > 1:
+            raise RuntimeError("killed")
+        return client_app.app(message, context)
+
+    (tmp_path / "here").mkdir()
+    wanted, _ = run_here(tmp_path / "here", app=dies, nodes=3, rounds=2)
+    found = load_file(out)
+    assert found["3.num_batches_tracked"] == 2
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
