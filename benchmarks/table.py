@@ -1,11 +1,12 @@
 """Write docs/benchmarks.md from the result files: python benchmarks/table.py [--check]."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE, FLOWER = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "flower.md"
 RESULTS = ROOT / "results" / "benchmarks"
 
 HEAD = """# Speed
@@ -194,7 +195,70 @@ def page():
     return text + RULES + sections("rules-*.json", robust_rules)
 
 
+def flower_page():
+    """The page on Flower, with its results between two marks."""
+    result = json.loads((RESULTS / "flower-cpu.json").read_text())
+    last, seeds = str(result["rounds"]), result["rows"]
+
+    def spread(values):
+        sd = statistics.stdev(values)
+        return f"{100 * statistics.fmean(values):.1f} ± {100 * sd:.1f}"
+
+    ways = {
+        "FedAvg, plain BatchNorm": [row["FedAvg"][last] for row in seeds],
+        "FedAvg, federated BatchNorm": [row["FBN"][last] for row in seeds],
+        "the simulator, FBN": [row["simulator"] for row in seeds],
+    }
+    rows = [[name, spread(values)] for name, values in ways.items()]
+    machine = result["machine"]
+    text = table(["", f"test accuracy (%) after {last} rounds, {len(seeds)} seeds"], rows)
+    sizes = [
+        [r["model"], f"{r['fedavg']:,}", f"{r['fbn']:,}", f"{r['fbn'] / r['fedavg']:.4f}"]
+        for r in result["traffic"]
+    ]
+    text += "\nBytes of arrays to a client and back in a round:\n\n"
+    text += table(["model", "FedAvg alone", "with federated BatchNorm", "ratio"], sizes)
+    text += f"\n`python benchmarks/flower.py`, {machine['name']}, torch {machine['torch']}, "
+    text += f"commit {result['commit']}.\n"
+    head, _, rest = FLOWER.read_text().partition("<!-- results -->\n")
+    return f"{head}<!-- results -->\n{text}<!-- /results -->{rest.partition('<!-- /results -->')[2]}"
+
+
+def draw_flower():
+    """Accuracy over rounds on Flower, with and without federated BatchNorm."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from fedbatchnorm.report.figures import _COLOURS, _STYLE, svg
+
+    result = json.loads((RESULTS / "flower-cpu.json").read_text())
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axis = figure.subplots()
+        for name, label, colour, marker in (
+            ("FBN", "FedAvg, federated BatchNorm", _COLOURS[1], "o"),
+            ("FedAvg", "FedAvg, plain BatchNorm", _COLOURS[3], "D"),
+        ):
+            rounds = [int(r) for r in result["rows"][0][name]]
+            curves = [[100 * row[name][str(r)] for r in rounds] for row in result["rows"]]
+            for curve in curves:
+                axis.plot(rounds, curve, color=colour, linewidth=0.7, alpha=0.5)
+            middle = [statistics.median(values) for values in zip(*curves, strict=True)]
+            axis.plot(rounds, middle, color=colour, marker=marker, markersize=3, linewidth=1.8, label=label)
+        simulated = 100 * statistics.fmean(row["simulator"] for row in result["rows"])
+        axis.axhline(
+            simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
+        )
+        axis.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
+        axis.legend(frameon=False, loc="center right")
+    (ROOT / "docs" / "images" / "flower.svg").write_text(svg(figure, standalone=True), encoding="utf-8")
+
+
 if __name__ == "__main__":
+    pages = {PAGE: page, FLOWER: flower_page}
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text() == page() else f"{PAGE} is not what the results say: run {__file__}")
-    PAGE.write_text(page())
+        stale = [path for path, make in pages.items() if path.read_text() != make()]
+        sys.exit(f"{stale[0]} is not what the results say: run {__file__}" if stale else 0)
+    for path, make in pages.items():
+        path.write_text(make())
+    draw_flower()

@@ -100,7 +100,8 @@ class Federation:
     def __init__(self, nodes, folder):
         self.nodes, self.folder = nodes, Path(folder)
         self.processes = {}
-        self.env = os.environ | QUIET | {"FLWR_HOME": str(self.folder / "home")}
+        path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"  # Flower starts programs of its own by name
+        self.env = os.environ | QUIET | {"FLWR_HOME": str(self.folder / "home"), "PATH": path}
 
     def __enter__(self):
         (self.folder / "home").mkdir(parents=True, exist_ok=True)

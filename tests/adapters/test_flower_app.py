@@ -95,7 +95,10 @@ def test_fedavg_alone_collapses_and_with_federated_batchnorm_it_is_the_simulator
 
 
 def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):
-    """SIGKILL as soon as some rounds are done; a new process finishes the run."""
+    """SIGKILL as soon as some rounds are done; a new process finishes the run.
+
+    Without momentum, which is the clients' own: they live in the process that is killed.
+    """
     code = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "import pathlib, test_flower_app as t\n"
@@ -104,18 +107,21 @@ def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    run_here(whole, nodes=3, rounds=25, momentum=0.0)  # momentum is the clients', who are killed here, too
-    file = killed / "server.safetensors"
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(APP), str(killed), str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def command(folder):
+        paths = [Path(__file__).parent, APP, folder, folder / "server.safetensors"]
+        return [sys.executable, "-c", code, *map(str, paths)]
+
+    subprocess.run(command(whole), check=True, capture_output=True)
+    process = subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
-    while not file.exists() and time.monotonic() < until:
+    while not (killed / "server.safetensors").exists() and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "model.safetensors").exists()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command(killed), check=True, capture_output=True)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (killed, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
