@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     FedAdam,
@@ -282,13 +282,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         run(client_app(), rounds=2, checkpoint=file)
 
 
+@pytest.mark.filterwarnings("ignore:the model has no BatchNorm layer")
 def test_a_model_without_batch_norm_and_one_that_is_nothing_else():
-    for make in (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), lambda: nn.BatchNorm2d(1)):
-        strategy = FederatedBatchNormStrategy(FedAvg())
-        state = make().state_dict()
-        strategy._split(ArrayRecord(state))
-        joined = strategy._join(ArrayRecord(dict(strategy._sent)))
-        assert list(joined) == list(state)
+    def flat():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    strategy, result = run(client_app(make=flat), make=flat, rounds=2)
+    assert strategy.shared == {}
+    assert list(result.arrays) == ["1.weight", "1.bias"]
+    model = fbn.convert(nn.BatchNorm2d(1))
+    strategy = FederatedBatchNormStrategy(FedAvg(), model=model)
+    grid = LocalGrid(lambda message, context: answer(message, context), 3)
+
+    def answer(message, context):
+        client = fbn.convert(nn.BatchNorm2d(1))
+        load(client, message)
+        client(batch(context.node_config["partition-id"], 0, 5)[0])
+        return reply(client, message, {"num-examples": 5})
+
+    messages = strategy.configure_train(1, ArrayRecord(nn.BatchNorm2d(1).state_dict()), ConfigRecord(), grid)
+    arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert list(arrays) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    plain = nn.BatchNorm2d(1).double()
+    plain(torch.cat([batch(node, 0, 5)[0] for node in range(3)]).double())
+    np.testing.assert_allclose(arrays["running_var"].numpy(), plain.running_var.numpy(), rtol=1e-6)
 
 
 def test_whole_numbers_other_than_counters_stay_the_server_s():

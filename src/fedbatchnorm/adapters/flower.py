@@ -78,7 +78,7 @@ def reply(
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1")
-    kept = {f"{name}.{field}" for name in federated_layers(model) for field in _FIELDS}
+    kept = {name for layer in federated_layers(model) for name in _names(layer)}
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items() if name not in kept}
     update = np.frombuffer(to_bytes(collect(model)), dtype=np.uint8)
     seen = {"update": Array(update), "steps": Array(np.array(steps))}
@@ -252,7 +252,7 @@ class FederatedBatchNormStrategy(Strategy):
         ]
         shared, statistical = {}, set()
         for layer in layers:
-            names = [f"{layer}.{field}" if layer else field for field in _FIELDS]
+            names = _names(layer)
             if all(name in arrays for name in names):
                 mean, var, tracked = (arrays[name].numpy() for name in names)
                 momentum, eps = self._settings.get(layer, self._usual)
@@ -273,8 +273,7 @@ class FederatedBatchNormStrategy(Strategy):
         found = {}
         for layer, running in self.shared.items():
             values = running.mean.numpy(), running.var.numpy(), np.array(running.tracked, dtype=np.int64)
-            for field, value in zip(_FIELDS, values, strict=True):
-                found[f"{layer}.{field}" if layer else field] = Array(value)
+            found |= {name: Array(value) for name, value in zip(_names(layer), values, strict=True)}
         return found
 
     def _join(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -326,6 +325,11 @@ class FederatedBatchNormStrategy(Strategy):
 def _count(moments: Moments) -> int:
     """How much a layer saw, as far as can be believed before the verdicts."""
     return min(max(int(moments.count), 0), 2**40)
+
+
+def _names(layer: str) -> list[str]:
+    """A layer's statistics in a state_dict; the model itself may be the layer."""
+    return [f"{layer}.{field}" if layer else field for field in _FIELDS]
 
 
 def _is_float(array: Array) -> bool:
