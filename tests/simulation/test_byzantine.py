@@ -11,8 +11,9 @@ import torch
 import fedbatchnorm as fbn
 from fedbatchnorm.data import datasets, partition
 from fedbatchnorm.experiments.config import Run, digest
+from fedbatchnorm.experiments.runner import federation as federation_of
 from fedbatchnorm.simulation import models
-from fedbatchnorm.simulation.byzantine import client_gradients
+from fedbatchnorm.simulation.byzantine import client_gradients, with_lies
 from fedbatchnorm.simulation.recipe import Recipe, learning_rate, stream
 from fedbatchnorm.simulation.simulator import Simulation, draw
 
@@ -276,3 +277,33 @@ def test_names_of_runs_without_liars_stay_and_those_with_them_differ():
     ]
     assert len({*names, *plain}) == len(names) + 1
     assert digest(Run(**base)) == digest(Run(**base, targets="variances+means"))
+
+
+def test_half_precision_holds_for_the_gradients_of_each_client_too():
+    """bf16 and float32 differ, and not by much, when gradients are attacked."""
+    states = {}
+    for precision in ("bf16", "float32"):
+        lies = {"byzantine": 1, "attack": "sf", "targets": "all", "defense": "median", "precision": precision}
+        run = Run(dataset="digits", clients=4, rounds=10, **lies)
+        simulation, _ = federation_of(run, torch.device("cpu"), None)
+        for _ in range(3):
+            simulation.round()
+        states[precision] = simulation.model.state_dict()["1.weight"]
+    assert not torch.equal(states["bf16"], states["float32"])
+    torch.testing.assert_close(states["bf16"], states["float32"], rtol=0.05, atol=0.01)
+
+
+def test_random_lies_differ_from_field_to_field():
+    recipe = Recipe(clients=4, byzantine=1, attack="gaussian", targets="all")
+    honest = torch.zeros(3, 5)
+    sent = [with_lies(honest, recipe, what, None, 0)[-1] for what in ("means", "variances", "gradients")]
+    assert not torch.equal(sent[0], sent[1])
+    assert not torch.equal(sent[1], sent[2])
+    assert torch.equal(sent[0], with_lies(honest, recipe, "means", None, 0)[-1])
+
+
+def test_an_attack_with_its_usual_factor_is_the_same_run():
+    lies = {"byzantine": 3}
+    names = {digest(Run(attack=name, **lies)) for name in ("foe", "foe:2", "foe:2.0")}
+    assert len(names) == 1
+    assert digest(Run(attack="foe:10", **lies)) not in names
