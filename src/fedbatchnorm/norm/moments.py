@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reduce import mean_and_variance, statistics_dtype
+from .reduce import in_transform, mean_and_variance, statistics_dtype
 
 
 class Moments(NamedTuple):
@@ -101,9 +101,9 @@ def normalise(
 def with_constants(x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(x - m) / sqrt(v + eps) * weight + bias, with m and v as constants."""
     mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
-    if not torch.compiler.is_compiling():
+    # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
+    if not (torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())):
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
-    # Written out, it fuses with its neighbours and maps over clients; the kernel does neither.
     scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
     y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
