@@ -250,7 +250,7 @@ def draw_flower():
             simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
         )
         axis.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
-        axis.legend(frameon=False, loc="center right")
+        axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
     (ROOT / "docs" / "images" / "flower.svg").write_text(svg(figure, standalone=True), encoding="utf-8")
 
 
