@@ -266,3 +266,15 @@ def test_a_reproduction_takes_over_what_is_known(capsys, tmp_path):
     status, out, _ = call(capsys, "reproduce", "fig1", "--known", "kept.runs.jsonl", "--device", "cpu")
     assert status == 0
     assert "2 runs on" in out
+
+
+def test_a_warning_is_one_line(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import warnings\nfrom torch import nn\n"
+        "def net(shape, classes):\n"
+        "    warnings.warn('mind the gap')\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes), nn.BatchNorm1d(classes))\n"
+    )
+    done = subprocess.run([*COMMAND, "run", "--model", "own:net", *SHORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: mind the gap\n"

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -310,6 +311,8 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> None:
     """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened."""
     description = "BatchNorm for federated learning: simulate, reproduce the paper's figures, report."
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
@@ -331,6 +334,8 @@ def main(arguments: list[str] | None = None) -> None:
             "\nstopped at once; what was saved stays. Run the same command again to go on.", file=sys.stderr
         )
         sys.exit(130)
+    finally:
+        warnings.formatwarning = usual
 
 
 def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Sequence[Path] = ()) -> None:
