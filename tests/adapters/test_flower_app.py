@@ -82,16 +82,16 @@ def test_flower_and_the_simulator_agree_round_by_round(tmp_path, rounds):
 
 @pytest.mark.slow
 def test_fedavg_alone_collapses_and_with_federated_batchnorm_it_is_the_simulator_s(tmp_path):
-    """Ten clients with one digit each, 150 rounds."""
-    _, ours = run_here(tmp_path, rounds=150)
-    _, alone = run_here(tmp_path, rounds=150, fbn=False)
-    twin = simulation(150)
-    while twin.step < 150:
+    """Ten clients with one digit each, 90 rounds; benchmarks/flower.py has all 300."""
+    _, ours = run_here(tmp_path, rounds=90)
+    _, alone = run_here(tmp_path, rounds=90, fbn=False)
+    twin = simulation(90)
+    while twin.step < 90:
         twin.round()
     wanted = twin.evaluate().accuracy
-    assert wanted > 0.9
-    assert abs(ours["150"] - wanted) <= 0.01
-    assert alone["150"] < wanted - 0.3
+    assert wanted > 0.8
+    assert abs(ours["90"] - wanted) <= 0.01
+    assert alone["90"] < wanted - 0.3
 
 
 def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):

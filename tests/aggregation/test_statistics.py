@@ -40,7 +40,7 @@ def random_batches(g, clients, dims, offset):
     ]
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     seed=st.integers(0, 2**32),
     dims=st.sampled_from([1, 2, 3]),
