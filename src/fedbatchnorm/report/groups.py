@@ -1,7 +1,7 @@
 """Results brought together: runs that differ in scheme, heterogeneity and seed alone make one comparison."""
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ..experiments.catalogue import FIGURES
@@ -54,6 +54,10 @@ class Comparison(NamedTuple):
             if getattr(run, name) != usual[name]:
                 text += f", {name.replace('_', ' ')} {getattr(run, name)}"
         return text
+
+    def figure(self) -> str:
+        """Which of the paper's figures this is."""
+        return {"gamma": "Figure 3", "alpha": "Figure 5"}.get(self.parameter or "", "Accuracy")
 
     def levels(self) -> list[float | None]:
         """The levels, from alike to heterogeneous."""
@@ -211,15 +215,20 @@ def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | Non
     return None
 
 
-def final_table(group: Comparison) -> tuple[list[str], list[list[str]]]:
+def percent_or_dash(spread: Spread | None) -> str:
+    """How a table shows a cell; - is not run."""
+    return "-" if spread is None else spread.percent()
+
+
+def final_table(
+    group: Comparison, show: Callable[[Spread | None], str] = percent_or_dash
+) -> tuple[list[str], list[list[str]]]:
     """Final accuracies in percent: the header, and a row for each level of heterogeneity."""
     header = [group.parameter or "partition", *group.labels()]
     rows = []
     for level in group.levels():
         cells = [group.final(label, level) for label in group.labels()]
-        rows.append(
-            ["iid" if level is None else f"{level:g}", *("-" if s is None else s.percent() for s in cells)]
-        )
+        rows.append(["iid" if level is None else f"{level:g}", *map(show, cells)])
     return header, rows
 
 
@@ -240,13 +249,15 @@ def ring_table(ring: Rings) -> tuple[list[str], list[list[str]]]:
     return ["gamma", *(f"{g:g}" for g in levels)], rows
 
 
-def siege_table(siege: Siege) -> tuple[list[str], list[list[str]]]:
+def siege_table(
+    siege: Siege, show: Callable[[Spread | None], str] = percent_or_dash
+) -> tuple[list[str], list[list[str]]]:
     """Final accuracies in percent: the header, and a row for each scheme undisturbed, attacked, defended."""
     levels = siege.levels()
     rows = []
     for scheme, kind in siege.lines():
         spreads = [siege.spread(scheme, kind, level) for level in levels]
-        rows.append([f"{scheme}, {kind}", *("-" if s is None else s.percent() for s in spreads)])
+        rows.append([f"{scheme}, {kind}", *map(show, spreads)])
     names = ["iid" if level is None else f"{siege.parameter} {level:g}" for level in levels]
     return [f"{siege.example.byzantine} x {siege.example.attack}", *names], rows
 

@@ -20,8 +20,11 @@ from .groups import (
     comparisons,
     counterpart,
     figures_of,
+    final_table,
+    percent_or_dash,
     ring_table,
     rings,
+    siege_table,
     sieges,
 )
 from .liars import judge_siege
@@ -57,12 +60,12 @@ def write_markdown(*places: Path, page: Path) -> Path:
         distances = "Mean distance of the normalised points from the centralised ones:\n\n"
         parts.append(distances + table(*ring_table(ring)))
     for group in groups:
-        name = {"gamma": "Figure 3", "alpha": "Figure 5"}.get(group.parameter or "", "Accuracy")
+        name = group.figure()
         borrowed = counterpart(group, groups) if group.parameter == "alpha" else None
         picture = figures.accuracy_figure(group, borrowed)
         slug = f"{name.lower().replace('figure ', 'fig')}-{group.example.dataset}-{group.example.precision}"
         parts.append(_section(f"{name}: {group.title()}", picture, pictures, slug))
-        parts.append(_comparison_table(group))
+        parts.append(table(*final_table(group, _cell)))
     for siege in besieged:
         run = siege.example
         slug = f"{run.attack}-{run.defense}-{siege.parameter}-{run.precision}".replace("+", "-").replace(
@@ -73,7 +76,8 @@ def write_markdown(*places: Path, page: Path) -> Path:
             f"{number}{': ' if number else ''}{siege.name()} ({siege.parameter or 'iid'}, {run.precision})"
         )
         parts.append(_section(title, figures.siege_figure(siege), pictures, slug))
-        parts.append(_siege_table(siege))
+        header, rows = siege_table(siege, _cell)
+        parts.append(table(["", *header[1:]], rows))
     parts += [_precisions(groups), _coverage(training), _machines(training)]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts), encoding="utf-8")
@@ -130,28 +134,7 @@ def _claims(results: list[Result], groups: list[Comparison], besieged: list[Sieg
 
 
 def _cell(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.percent()} ({spread.seeds})"
-
-
-def _comparison_table(group: Comparison) -> str:
-    rows = [
-        [
-            "iid" if level is None else f"{level:g}",
-            *(_cell(group.final(label, level)) for label in group.labels()),
-        ]
-        for level in group.levels()
-    ]
-    return table([group.parameter or "partition", *group.labels()], rows)
-
-
-def _siege_table(siege: Siege) -> str:
-    levels = siege.levels()
-    rows = [
-        [f"{label}, {kind}", *(_cell(siege.spread(label, kind, level)) for level in levels)]
-        for label, kind in siege.lines()
-    ]
-    header = ["", *("iid" if level is None else f"{siege.parameter} {level:g}" for level in levels)]
-    return table(header, rows)
+    return percent_or_dash(spread) + ("" if spread is None else f" ({spread.seeds})")
 
 
 def _precisions(groups: list[Comparison]) -> str:

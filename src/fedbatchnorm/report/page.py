@@ -106,7 +106,7 @@ def _ring_sections(ring: Rings, out: Path, suffix: str) -> list[dict[str, Any]]:
 def _accuracy_sections(groups: list[Comparison], out: Path) -> list[dict[str, Any]]:
     sections = []
     for i, group in enumerate(groups):
-        number = {"gamma": "Figure 3", "alpha": "Figure 5"}.get(group.parameter or "", "Accuracy")
+        number = group.figure()
         borrowed = counterpart(group, groups) if group.parameter == "alpha" else None
         name = f"{number.lower().replace('figure ', 'fig')}-{group.example.dataset}-{i}"
         seeds = sorted({len(found) for found in group.cells.values()})

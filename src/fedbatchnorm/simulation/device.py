@@ -102,9 +102,7 @@ class Replay:
         graph.replay()
         return loss.clone()
 
-    def _capture(
-        self, setting: tuple[Any, ...], index: Tensor
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, setting: tuple[Any, ...], index: Tensor) -> _Captured:
         """Run the work a few times to compile and to choose kernels, take the state back, and capture."""
         place = index.clone()
         before = {name: tensor.clone() for name, tensor in self._state().items()}
