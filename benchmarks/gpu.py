@@ -57,7 +57,7 @@ class PlainCompiled(Centralised):
     def round(self):
         self.model.train()
         index = draw(self.parts, BATCH, stream(0, "batches", self.step)).ravel()
-        index = torch.from_numpy(index).pin_memory().to(self.device, non_blocking=True)
+        index = torch.from_numpy(index).pin_memory()
         with own_random_state(self.device), arithmetic(self.device, self.recipe.precision):
             self.replay("plain", 0.1, index=index, seed=lambda: set_seed(self.device, self.step))
         self.step += 1
@@ -148,21 +148,25 @@ def compare(turns, rounds):
     return {name: statistics.median(ms) for name, ms in times.items()}, times
 
 
+GROWTH = {  # clients, samples of each, clients in a pass
+    "1000 in all": [(n, 1000 // n, None) for n in (1, 10, 100, 1000)],
+    "5 each": [(n, 5, None) for n in (1, 10, 100, 1000)],
+    "50 each": [(n, 50, None) for n in (1, 10, 100, 300)],
+    "50 each, 100 clients in a pass": [(n, 50, 100) for n in (300, 1000)],
+}
+
+
 def growth(rounds):
     """ms a round and memory against the number of clients: a fixed total batch, and a fixed batch each."""
     rows = []
     data = dataset(SHAPE)
-    for kind, sizes in {
-        "1000 in all": [(n, 1000 // n) for n in (1, 10, 100, 1000)],
-        "50 each": [(n, 50) for n in (1, 10, 100)],
-        "5 each": [(n, 5) for n in (1, 10, 100, 1000)],
-    }.items():
-        for clients, batch in sizes:
+    for kind, sizes in GROWTH.items():
+        for clients, batch, chunk in sizes:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            simulation = made(Simulation, clients, batch, data)
+            simulation = made(Simulation, clients, batch, data, chunk=chunk)
             milliseconds(simulation, 3)
             ms = statistics.median(milliseconds(simulation, rounds) for _ in range(3))
             memory = torch.cuda.max_memory_reserved() - before
@@ -177,7 +181,7 @@ def growth(rounds):
                 }
             )
             print(
-                f"  {kind:<12} {clients:>5} clients x {batch:<5} {ms:>8.2f} ms   {memory / 2**30:>6.2f} GiB",
+                f"  {kind:<30} {clients:>5} clients x {batch:<5} {ms:>8.2f} ms   {memory / 2**30:>6.2f} GiB",
                 flush=True,
             )
             del simulation

@@ -92,7 +92,7 @@ class Replay:
         self._graphs: dict[tuple[Any, ...], _Captured] = {}
 
     def __call__(self, *setting: Any, index: Tensor, seed: Callable[[], None]) -> Tensor:
-        """One round; `seed` is called right before it runs."""
+        """One round; `index` may be in pinned memory, and `seed` is called right before it runs."""
         key = tuple(map(id, setting[:1])) + setting[1:]
         if key not in self._graphs:
             self._graphs[key] = self._capture(setting, index)
@@ -104,13 +104,14 @@ class Replay:
 
     def _capture(self, setting: tuple[Any, ...], index: Tensor) -> _Captured:
         """Run the work a few times to compile and to choose kernels, take the state back, and capture."""
-        place = index.clone()
         before = {name: tensor.clone() for name, tensor in self._state().items()}
+        device = next(iter(before.values())).device
+        place = index.to(device, copy=True)
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        generator = torch.cuda.default_generators[torch.cuda._get_device_index(index.device)]
+        generator = torch.cuda.default_generators[torch.cuda._get_device_index(device)]
         spare = generator.clone_state()
-        stream = torch.cuda.Stream(index.device)
-        stream.wait_stream(torch.cuda.current_stream(index.device))
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.backends.cudnn.flags(
                 enabled=True, benchmark=True, deterministic=False, allow_tf32=torch.backends.cudnn.allow_tf32
@@ -118,7 +119,7 @@ class Replay:
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UP):
                         self._work(*setting, place)
-                torch.cuda.current_stream(index.device).wait_stream(stream)
+                torch.cuda.current_stream(device).wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
                     loss = self._work(*setting, place)

@@ -197,7 +197,7 @@ class Simulation:
 
         if self._replay is not None:
             try:
-                return self._replay(phase, rate, index=index.to(self.device, non_blocking=True), seed=seed)
+                return self._replay(phase, rate, index=index, seed=seed)
             except Exception as error:
                 self._go_eager(_one_line(error))
         seed()
