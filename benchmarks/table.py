@@ -5,6 +5,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from pictures import PICTURES
+
 ROOT = Path(__file__).parents[1]
 PAGE, FLOWER = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "flower.md"
 RESULTS = ROOT / "results" / "benchmarks"
@@ -45,6 +47,16 @@ centralised is torch's own BatchNorm on the merged batch, compiled and captured 
 as its users run it, was measured once at 42.9 ms on the same kind of GPU; it is not installed where this was
 measured, so that column compares two runs. Per cent of peak is the round's arithmetic against the matrix
 product of the same machine and precision.
+"""
+
+GROWTH = """
+How cost grows with the number of clients (FBN, TF32), in time and in memory: with the images in a round, not
+with the clients. A thousand clients of one image each take longer than one client of a thousand because the
+host draws every client's batch, and is still at it when the GPU has finished. Where all images at once are
+too many for the memory, `Simulation(chunk=100)` puts 100 clients into a pass.
+
+![Milliseconds and memory of a round against the number of clients](images/growth.svg)
+
 """
 
 EXACTNESS = """
@@ -152,7 +164,7 @@ def gpu_rounds(result):
         rows = [[name, *(f"{k[name][0]:.2f} ({k[name][1]:.0f})" for k in kinds.values())] for name in names]
         text += table(["", *kinds], rows)
     if "growth" in result:
-        text += "\nHow cost grows with the number of clients:\n\n"
+        text += GROWTH
         rows = [
             [r["kind"], f"{r['clients']}", f"{r['batch']}", f"{r['ms']:.2f}", f"{r['bytes'] / 2**30:.2f}"]
             for r in result["growth"]
@@ -224,41 +236,15 @@ def flower_page():
     return f"{head}<!-- results -->\n{text}<!-- /results -->{rest.partition('<!-- /results -->')[2]}"
 
 
-def draw_flower():
-    """Accuracy over rounds on Flower, with and without federated BatchNorm."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    from fedbatchnorm.report.figures import _COLOURS, _STYLE, svg
-
-    result = json.loads((RESULTS / "flower-cpu.json").read_text())
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axis = figure.subplots()
-        for name, label, colour, marker in (
-            ("FBN", "FedAvg, federated BatchNorm", _COLOURS[1], "o"),
-            ("FedAvg", "FedAvg, plain BatchNorm", _COLOURS[3], "D"),
-        ):
-            rounds = [int(r) for r in result["rows"][0][name]]
-            curves = [[100 * row[name][str(r)] for r in rounds] for row in result["rows"]]
-            for curve in curves:
-                axis.plot(rounds, curve, color=colour, linewidth=0.7, alpha=0.5)
-            middle = [statistics.median(values) for values in zip(*curves, strict=True)]
-            axis.plot(rounds, middle, color=colour, marker=marker, markersize=3, linewidth=1.8, label=label)
-        simulated = 100 * statistics.fmean(row["simulator"] for row in result["rows"])
-        axis.axhline(
-            simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
-        )
-        axis.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
-        axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
-    (ROOT / "docs" / "images" / "flower.svg").write_text(svg(figure, standalone=True), encoding="utf-8")
+def written():
+    """Every file that comes from the results, and its text."""
+    images = {ROOT / "docs" / "images" / name: draw(RESULTS) for name, draw in PICTURES.items()}
+    return {PAGE: page(), FLOWER: flower_page()} | images
 
 
 if __name__ == "__main__":
-    pages = {PAGE: page, FLOWER: flower_page}
-    if "--check" in sys.argv:
-        stale = [path for path, make in pages.items() if path.read_text() != make()]
-        sys.exit(f"{stale[0]} is not what the results say: run {__file__}" if stale else 0)
-    for path, make in pages.items():
-        path.write_text(make())
-    draw_flower()
+    for path, text in written().items():
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is not what the results say: run {__file__}")

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from ..simulation.schemes import SCHEMES
 from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, ring_distances, shared_curves
 
-_COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-_MARKERS, _LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+MARKERS, LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
 _CLASSES = (
     "#332288",
     "#88CCEE",
@@ -174,7 +174,7 @@ def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
         [s[0] for s in spots],
         [s[1] for s in spots],
         [160 * s[2] / most for s in spots],
-        color=_COLOURS[1],
+        color=COLOURS[1],
         linewidths=0,
     )
     axis.set(
@@ -208,8 +208,8 @@ def svg(figure: Figure, standalone: bool = False) -> str:
 
 def _style_of(label: str) -> dict[str, Any]:
     titles = [scheme.title for scheme in SCHEMES.values()]
-    i = titles.index(label.partition(",")[0]) % len(_COLOURS)
-    return {"color": _COLOURS[i], "linestyle": _LINES[i], "marker": _MARKERS[i]}
+    i = titles.index(label.partition(",")[0]) % len(COLOURS)
+    return {"color": COLOURS[i], "linestyle": LINES[i], "marker": MARKERS[i]}
 
 
 def _line(axis: Axes, label: str, xs: list[int], spreads: list[Spread]) -> None:

@@ -1,0 +1,70 @@
+"""The pictures beside the benchmarks' tables, as SVG; written by table.py."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from fedbatchnorm.report.figures import COLOURS, LINES, MARKERS, styled, svg
+
+
+@styled
+def flower(results: Path) -> Figure:
+    """Accuracy over rounds on Flower, with and without federated BatchNorm."""
+    result = json.loads((results / "flower-cpu.json").read_text())
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for name, label, colour, marker in (
+        ("FBN", "FedAvg, federated BatchNorm", COLOURS[1], "o"),
+        ("FedAvg", "FedAvg, plain BatchNorm", COLOURS[3], "D"),
+    ):
+        rounds = [int(r) for r in result["rows"][0][name]]
+        curves = [[100 * row[name][str(r)] for r in rounds] for row in result["rows"]]
+        for curve in curves:
+            axis.plot(rounds, curve, color=colour, linewidth=0.7, alpha=0.5)
+        middle = [statistics.median(values) for values in zip(*curves, strict=True)]
+        axis.plot(rounds, middle, color=colour, marker=marker, markersize=3, linewidth=1.8, label=label)
+    simulated = 100 * statistics.fmean(row["simulator"] for row in result["rows"])
+    axis.axhline(
+        simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
+    )
+    axis.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
+    axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
+    return figure
+
+
+@styled
+def growth(results: Path) -> Figure:
+    """Time and memory of a round on a GPU against the number of clients."""
+    rows = json.loads((results / "gpu-h200.json").read_text())["growth"]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axis, label, read in (
+        (panels[0], "ms a round", lambda row: row["ms"]),
+        (panels[1], "GPU memory (GiB)", lambda row: row["bytes"] / 2**30),
+    ):
+        for i, kind in enumerate(dict.fromkeys(row["kind"] for row in rows)):
+            mine = [row for row in rows if row["kind"] == kind]
+            axis.plot(
+                [row["clients"] for row in mine],
+                [read(row) for row in mine],
+                color=COLOURS[i],
+                marker=MARKERS[i],
+                linestyle=LINES[i],
+                markersize=4,
+                label=f"images: {kind}",
+            )
+        axis.set(xscale="log", yscale="log", xlabel="clients", ylabel=label)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _written(draw: Callable[[Path], Figure]) -> Callable[[Path], str]:
+    return lambda results: svg(draw(results), standalone=True)
+
+
+PICTURES = {"flower.svg": _written(flower), "growth.svg": _written(growth)}
