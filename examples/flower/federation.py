@@ -1,10 +1,10 @@
-"""A real Flower federation on this machine: a SuperLink, SuperNodes, TLS; everything ends with the script.
+"""A real Flower federation on this machine: TLS, and nodes that prove who they are; all ends with the script.
 
     python examples/flower/federation.py examples/flower/app --nodes 3 --run-config "rounds=30"
 
-Makes a certificate authority and a server certificate in a temporary folder, starts one SuperLink and the
-SuperNodes as processes of their own, submits the app, shows the server's log, and ends every process that it
-started, by its id.
+Makes a certificate authority, a server certificate and a key for every node in a temporary folder, starts
+one SuperLink and the SuperNodes as processes of their own, submits the app, shows what its server logged, and
+ends every process that it started, by its id.
 """
 
 import argparse
@@ -82,6 +82,18 @@ def make_certificates(folder):
         (folder / name).write_bytes(content)
 
 
+def make_key(folder, name):
+    """A node's key, as ssh-keygen -t ecdsa -b 384 makes it: NAME, which stays with the node, and NAME.pub."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    (folder / name).touch(mode=0o600)
+    (folder / name).write_bytes(private)
+    (folder / f"{name}.pub").write_bytes(public)
+
+
 def free_port():
     """A port that nobody listens on."""
     with socket.socket() as s:
@@ -90,56 +102,75 @@ def free_port():
 
 
 class Federation:
-    """A SuperLink and SuperNodes on loopback, with TLS; use it as a context manager.
+    """A SuperLink and SuperNodes on loopback, with TLS and node authentication; a context manager.
 
     Args:
         nodes: how many SuperNodes.
-        folder: for certificates, logs and Flower's own files.
+        folder: for certificates, keys, logs and Flower's own files.
     """
 
     def __init__(self, nodes, folder):
         self.nodes, self.folder = nodes, Path(folder)
         self.processes = {}
+        self.ids = {}
+        """Flower's id of each node, by its number."""
         path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"  # Flower starts programs of its own by name
         self.env = os.environ | QUIET | {"FLWR_HOME": str(self.folder / "home"), "PATH": path}
 
     def __enter__(self):
         (self.folder / "home").mkdir(parents=True, exist_ok=True)
         make_certificates(self.folder)
-        port = free_port()
-        tls = [
-            f"--ssl-{what}={self.folder / file}"
-            for what, file in (
-                ("ca-certfile", "ca.pem"),
-                ("certfile", "server.pem"),
-                ("keyfile", "server.key"),
-            )
-        ]
-        try:
-            self._start("superlink", "flower-superlink", *tls, "--host=127.0.0.1", f"--port={port}")
-            self._wait_for(port)
-            for i in range(self.nodes):
-                self._start(
-                    f"supernode-{i}",
-                    "flower-supernode",
-                    f"--root-certificates={self.folder / 'ca.pem'}",
-                    f"--superlink=127.0.0.1:{port}",
-                    f"--port={free_port()}",
-                    *tls,
-                    f"--node-config=partition-id={i} num-partitions={self.nodes}",
-                )
-        except BaseException:
-            self.__exit__()
-            raise
-        config = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+        self.port = free_port()
+        config = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{self.port}"\n'
         (self.folder / "home" / "config.toml").write_text(
             config + f'root-certificates = "{self.folder / "ca.pem"}"\n'
         )
+        try:
+            self._start(
+                "superlink",
+                "flower-superlink",
+                *self._tls(),
+                "--enable-supernode-auth",
+                "--host=127.0.0.1",
+                f"--port={self.port}",
+            )
+            self._wait_for(self.port)
+            for i in range(self.nodes):
+                make_key(self.folder, f"node-{i}")
+                self.register(i)
+                self.start_node(i)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error):
         for process in reversed(self.processes.values()):
             self._end(process)
+
+    def register(self, node):
+        """Tell the SuperLink a node's public key."""
+        answer = json.loads(
+            self._flwr("supernode", "register", self.folder / f"node-{node}.pub", "here", "--format", "json")
+        )
+        self.ids[node] = int(answer["node-id"])
+
+    def start_node(self, node):
+        """Start a SuperNode, which connects if its key is registered."""
+        self._start(
+            f"supernode-{node}",
+            "flower-supernode",
+            f"--root-certificates={self.folder / 'ca.pem'}",
+            f"--superlink=127.0.0.1:{self.port}",
+            f"--port={free_port()}",
+            *self._tls(),
+            f"--auth-supernode-private-key={self.folder / f'node-{node}'}",
+            f"--node-config=partition-id={node} num-partitions={self.nodes}",
+        )
+
+    def _tls(self):
+        files = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
+        return [f"--ssl-{what}={self.folder / file}" for what, file in files.items()]
 
     def _start(self, name, program, *arguments):
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -197,20 +228,28 @@ class Federation:
 
     def wait(self, run, seconds=600):
         """Wait until a run has finished; returns its status."""
-        until = time.monotonic() + seconds
+        until, asked = time.monotonic() + seconds, time.monotonic()
         while time.monotonic() < until:
-            status = self.status(run)
-            if status.startswith("finished"):
-                return status
-            time.sleep(3)
+            now = time.monotonic()
+            # Asking takes a process and a second or two, so mostly the SuperLink's log is read instead.
+            if f"of run {run}" in self.log("superlink").rpartition("Finished task")[2] or now - asked > 30:
+                asked = now
+                status = self.status(run)
+                if status.startswith("finished"):
+                    return status
+            time.sleep(1)
         raise TimeoutError(f"run {run} has not finished in {seconds} s: {self.log('superlink')[-3000:]}")
+
+    def server_log(self, run):
+        """What a run's server app has logged so far."""
+        return self._flwr("log", run, "here", "--show")
 
     def _flwr(self, *arguments):
         done = subprocess.run(
             [BIN / "flwr", *arguments], env=self.env, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise RuntimeError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}")
+            raise RuntimeError(f"flwr {' '.join(map(str, arguments))}: {done.stdout}{done.stderr}")
         return done.stdout
 
 
@@ -224,11 +263,11 @@ def main():
     if not (args.app / "pyproject.toml").is_file():
         parser.error(f"{args.app} is no Flower app: it has no pyproject.toml")
     with tempfile.TemporaryDirectory() as folder, Federation(args.nodes, folder) as federation:
-        print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS")
+        print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS and node authentication")
         settings = f"min-nodes={args.nodes} {args.run_config}"
         run = federation.submit(args.app.resolve(), settings)
         print(f"run {run}: {federation.wait(run)}")
-        print(federation.log("superlink")[-2000:])
+        print(federation.server_log(run))
 
 
 if __name__ == "__main__":

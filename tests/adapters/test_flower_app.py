@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "flower"
 APP = EXAMPLES / "app"
 sys.path += [str(APP), str(EXAMPLES)]
 from fbn_app import client_app, server_app  # noqa: E402
-from federation import Federation  # noqa: E402
+from federation import Federation, make_key  # noqa: E402
 
 USUAL = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
@@ -128,30 +128,82 @@ def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):
     assert ours["3.num_batches_tracked"] == 25
 
 
+# What bad nodes do on the real federation: (node, round) -> what is wrong with the reply, and its verdict.
+FAULTS = {
+    (1, 1): ("NaN", "non_finite"),
+    (2, 1): ("negative variance", "impossible_moments"),
+    (1, 2): ("wrong shape", "schema"),
+    (2, 2): ("huge count", "count_out_of_range"),
+}
+HOSTILE = f"""
+import numpy as np
+from flwr.app import Array
+from flwr.clientapp import ClientApp
+from fedbatchnorm.norm.messages import Update
+from fedbatchnorm.norm.wire import from_bytes, to_bytes
+from .client_app import app as honest
+
+FAULTS = {FAULTS!r}
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    server_round = message.content["config"]["server-round"]
+    answer = honest(message, context)
+    fault, _ = FAULTS.get((context.node_config["partition-id"], server_round), (None, None))
+    if fault:
+        record = answer.content["statistics"]
+        update = from_bytes(record["update"].numpy().tobytes())
+        layer, (count, mean, var) = next(iter(update.items()))
+        wrong = {{
+            "NaN": lambda: (count, mean * float("nan"), var),
+            "negative variance": lambda: (count, mean, -var - 1),
+            "wrong shape": lambda: (count, mean[:3], var[:3]),
+            "huge count": lambda: (10**9, mean, var),
+        }}[fault]()
+        layers = {{**update, layer: type(update[layer])(*wrong)}}
+        spoilt = to_bytes(Update(layers, round=update.round))
+        record["update"] = Array(np.frombuffer(spoilt, dtype=np.uint8))
+    return answer
+"""
+
+
 @pytest.mark.slow
-def test_a_real_federation_with_tls_survives_a_node_that_dies(tmp_path):
-    """A SuperLink and three SuperNodes on loopback, one of which is killed after the first of two rounds."""
-    out = tmp_path / "out" / "model.safetensors"
+def test_a_real_federation_withstands_bad_replies_a_node_that_dies_and_a_stranger(tmp_path):
+    """A SuperLink and three SuperNodes on loopback with TLS and keys; two nodes send what no server can use
+    in the first two of three rounds, one of them is killed in the third, and one more is not registered."""
+    out, app = tmp_path / "out" / "model.safetensors", tmp_path / "app"
+    write_app("flower-app", app)
+    (app / "fbn_app" / "hostile.py").write_text(HOSTILE)
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text().replace("fbn_app.client_app:app", "fbn_app.hostile:app"))
     with Federation(3, tmp_path) as federation:
-        run = federation.submit(APP, f"rounds=2 min-nodes=2 timeout=45.0 output='{out}'")
-        until = time.monotonic() + 120
+        make_key(tmp_path, "node-3")
+        federation.start_node(3)
+        run = federation.submit(app, f"rounds=3 min-nodes=3 timeout=45.0 output='{out}'")
+        until = time.monotonic() + 180
         while (
-            federation.log("supernode-2").count("Receiving: train message") < 2 and time.monotonic() < until
+            federation.log("supernode-2").count("Receiving: train message") < 3 and time.monotonic() < until
         ):
-            time.sleep(0.1)  # until it is asked for the second time
+            time.sleep(0.1)  # until it is asked for the third time
         federation.kill(2)
         assert federation.wait(run) == "finished:completed", federation.log("superlink")[-3000:]
-        processes = list(federation.processes.values())
+        processes, log = list(federation.processes.values()), federation.server_log(run)
     assert all(process.poll() is not None for process in processes)
+    assert "Receiving: train message" not in federation.log("supernode-3")
+    for (node, server_round), (_, reason) in FAULTS.items():
+        assert f"round {server_round}: node {federation.ids[node]} left out: {reason}" in log, log[-3000:]
 
-    def dies(message, context):
-        if context.node_config["partition-id"] == 2 and message.content["config"]["server-round"] > 1:
-            raise RuntimeError("killed")
-        return client_app.app(message, context)
+    def absent(message, context):
+        key = context.node_config["partition-id"], message.content["config"]["server-round"]
+        answer = client_app.app(message, context)  # its momentum goes on
+        if key in FAULTS or key == (2, 3):
+            raise RuntimeError("left out")
+        return answer
 
     (tmp_path / "here").mkdir()
-    wanted, _ = run_here(tmp_path / "here", app=dies, nodes=3, rounds=2)
+    wanted, _ = run_here(tmp_path / "here", app=absent, nodes=3, rounds=3)
     found = load_file(out)
-    assert found["3.num_batches_tracked"] == 2
+    assert found["3.num_batches_tracked"] == 3
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import fedbatchnorm as fbn
 from fedbatchnorm.adapters.flower import FederatedBatchNormStrategy
 
-from .task import accuracy, new_model
+from .task import accuracy, load_data, new_model
 
 app = ServerApp()
 
@@ -28,10 +28,12 @@ def main(grid, context):
     arrays = ArrayRecord(model.state_dict())
     if config["fbn"]:
         liars = config["liars"]
+        pixels = load_data(config["dataset"]).train.x[0, 0].numel()
         strategy = FederatedBatchNormStrategy(
             strategy,
             model=fbn.convert(model),
             aggregator=fbn.defense("nnm+median", liars) if liars else None,
+            max_count=config["batch"] * pixels,  # no layer of this model sees more values per channel
             checkpoint=config["checkpoint"] or None,
         )
     curve = {}
