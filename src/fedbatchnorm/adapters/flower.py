@@ -231,6 +231,13 @@ class FederatedBatchNormStrategy(Strategy):
         """As the wrapped strategy does."""
         return self.strategy.aggregate_evaluate(server_round + self._done, replies)
 
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Called by workflows of Flower's earlier API, which this strategy is not of: always an error."""
+        raise TypeError(
+            "FederatedBatchNormStrategy does not go through workflows such as SecAggPlusWorkflow: with "
+            "secure aggregation use fedbatchnorm.adapters.secagg.SecAggBatchNorm, which takes no robust rule"
+        )
+
     def _configure(
         self, configure: Callable[..., Iterable[Message]], server_round: int, arrays: ArrayRecord, *rest: Any
     ) -> Iterable[Message]:

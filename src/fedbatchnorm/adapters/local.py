@@ -1,7 +1,9 @@
 """A Flower grid in this very process: to try an app out, in a debugger or a test, with nothing to start."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -55,8 +57,8 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """There is nothing to tell about it."""
-        return None
+        """There is nothing to tell about it but its number."""
+        return SimpleNamespace(run_id=1)
 
     def create_message(
         self,
@@ -79,8 +81,9 @@ class LocalGrid(Grid):
         for message in messages:
             number = str(next(self._numbers))
             message.metadata.__dict__["_message_id"] = number
+            received = copy.deepcopy(message)  # what a node does to it stays with the node
             try:
-                self._replies[number] = self._app(message, self._contexts[message.metadata.dst_node_id])
+                self._replies[number] = self._app(received, self._contexts[message.metadata.dst_node_id])
             except Exception as error:
                 self._replies[number] = Message(Error(_FAILED, repr(error)), reply_to=message)
             ids.append(number)
