@@ -2,14 +2,21 @@
 
 import copy
 import logging
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -18,69 +25,35 @@ from flwr.serverapp.strategy import (
     FedTrimmedAvg,
     FedYogi,
     Krum,
+    MultiKrum,
+    QFedAvg,
 )
 from torch import nn
 
 import fedbatchnorm as fbn
-from fedbatchnorm.adapters.flower import STATISTICS, FederatedBatchNormStrategy, load, reply
+from fedbatchnorm.adapters.flower import (
+    STATISTICS,
+    FederatedBatchNormStrategy,
+    load,
+    reply,
+    statistics_mod,
+)
 from fedbatchnorm.adapters.local import LocalGrid
 
-
-def cnn():
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 8)]
-    return nn.Sequential(*layers, nn.BatchNorm1d(8, momentum=0.3), nn.Linear(8, 3))
-
-
-def batch(node, step, size):
-    generator = torch.Generator().manual_seed(1000 * node + step)
-    x = torch.randn(size, 1, 8, 8, generator=generator) * (1 + node) + node
-    return x, torch.full((size,), node % 3)
-
-
-def client_app(size=lambda node: 6, steps=1, lr=0.05, seen=None, spoil=None, make=cnn):
-    """Clients that train `steps` steps on their own batches; `spoil` changes what some send."""
-    app = ClientApp()
-    rounds = {}
-
-    @app.train()
-    def train(message, context):
-        node = context.node_config["partition-id"]
-        model = fbn.convert(make())
-        load(model, message)
-        model.train()
-        hooks = []
-        if seen is not None:
-            for name, layer in model.named_modules():
-                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                    into = seen.setdefault(name, [])
-                    hooks.append(
-                        layer.register_forward_pre_hook(lambda m, x, into=into: into.append(x[0].detach()))
-                    )
-        optimiser = torch.optim.SGD(model.parameters(), lr=lr)
-        for _ in range(steps):
-            at = rounds[node] = rounds.get(node, -1) + 1
-            x, y = batch(node, at, size(node))
-            optimiser.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimiser.step()
-        answer = reply(model, message, {"num-examples": size(node), "loss": loss.item()}, steps=steps)
-        return spoil(node, answer) if spoil else answer
-
-    @app.evaluate()
-    def evaluate(message, context):
-        model = fbn.convert(make())
-        load(model, message)
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "ok": 1})}), reply_to=message)
-
-    return app
-
-
-def run(app, nodes=4, rounds=3, strategy=None, make=cnn, **options):
-    strategy = FederatedBatchNormStrategy(strategy or FedAvg(), model=fbn.convert(make()), **options)
-    result = strategy.start(LocalGrid(app, nodes), ArrayRecord(make().state_dict()), num_rounds=rounds)
-    return strategy, result
+sys.path.insert(0, str(Path(__file__).parent))
+from flower_clients import (
+    arrays,
+    batch,
+    change,
+    client_app,
+    cnn,
+    metrics,
+    parameters,
+    renamed,
+    run,
+    steps,
+    without,
+)
 
 
 @pytest.mark.parametrize("size", [lambda node: 6, lambda node: 3 + 4 * node], ids=["equal", "unequal"])
@@ -117,6 +90,10 @@ def test_several_local_steps_weigh_as_one_update_on_all_that_the_round_saw():
     assert int(result.arrays["2.num_batches_tracked"].numpy()) == 3
 
 
+def clipped(strategy):
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, 4)
+
+
 STRATEGIES = {
     "FedAvg": FedAvg,
     "FedAvgM": lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9),
@@ -126,40 +103,28 @@ STRATEGIES = {
     "FedMedian": FedMedian,
     "FedTrimmedAvg": FedTrimmedAvg,
     "Krum": lambda: Krum(num_malicious_nodes=1),
+    "MultiKrum": lambda: MultiKrum(num_malicious_nodes=1, num_nodes_to_select=2),
+    "Bulyan": Bulyan,
+    "FedAdagrad": lambda: FedAdagrad(eta=0.1),
+    "QFedAvg": lambda: QFedAvg(client_learning_rate=0.02, train_loss_key="loss"),
+    "clipped": lambda: clipped(FedAvg(fraction_evaluate=0.0)),
+    "clipped FedAdam": lambda: clipped(FedAdam(eta=0.1, fraction_evaluate=0.0)),
 }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_statistics_stay_sound_under_any_strategy(name):
     """30 rounds: variances positive and finite, the counter whole, types as they were."""
-    strategy, result = run(client_app(lr=0.02), rounds=30, strategy=STRATEGIES[name]())
+    rounds = 3 if name in ("QFedAvg", "Bulyan") else 30  # a second each
+    strategy, result = run(client_app(lr=0.02), rounds=rounds, strategy=STRATEGIES[name]())
     state = result.arrays.to_torch_state_dict()
     for layer in ("2", "5"):
         assert state[f"{layer}.running_var"].isfinite().all()
         assert (state[f"{layer}.running_var"] > 0).all()
-        assert state[f"{layer}.num_batches_tracked"].item() == 30
+        assert state[f"{layer}.num_batches_tracked"].item() == rounds
         assert state[f"{layer}.num_batches_tracked"].dtype == torch.int64
     assert strategy.left_out == {}
     assert all(value.dtype == torch.float32 for key, value in state.items() if "tracked" not in key)
-
-
-def change(answer, **fields):
-    """The answer with an update in which some of the first layer's moments are changed."""
-    update = fbn.from_bytes(answer.content[STATISTICS]["update"].numpy().tobytes())
-    layers = dict(update.layers) | {"2": update["2"]._replace(**fields)}
-    changed = fbn.Update(layers, update.round, update.skipped, update.id)
-    answer.content[STATISTICS]["update"] = Array(np.frombuffer(fbn.to_bytes(changed), dtype=np.uint8))
-    return answer
-
-
-def parameters(answer, name, value):
-    answer.content["arrays"][name] = Array(value)
-    return answer
-
-
-def without(answer, record):
-    del answer.content[record]
-    return answer
 
 
 SPOILT = {
@@ -176,7 +141,31 @@ SPOILT = {
     "one parameter too many": (lambda a: parameters(a, "more", np.zeros(4, np.float32)), "schema"),
     "no statistics": (lambda a: without(a, STATISTICS), "schema"),
     "no metrics": (lambda a: without(a, "metrics"), "schema"),
+    "metrics in another record": (lambda a: renamed(a, "metrics", "other"), "schema"),
+    "a list for a number": (lambda a: metrics(a, loss=[1.0, 2.0]), "schema"),
+    "a metric that is not a number": (lambda a: metrics(a, loss=float("nan")), "non_finite"),
+    "a huge weight": (lambda a: metrics(a, **{"num-examples": 1e308}), "count_out_of_range"),
+    "a weight beyond what is allowed": (lambda a: metrics(a, **{"num-examples": 7}), "count_out_of_range"),
+    "steps as text": (lambda a: steps(a, np.array("7")), "schema"),
 }
+
+
+SAME = {
+    "parameters in another order": lambda a: arrays(a, lambda r: dict(reversed(r.items()))),
+    "parameters in another record": lambda a: renamed(a, "arrays", "other"),
+}
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "Krum", "clipped"])
+@pytest.mark.parametrize("what", SAME)
+def test_the_form_of_a_reply_does_not_matter_to_any_strategy(what, name):
+    other = lambda node, answer: SAME[what](answer) if node == 2 else answer  # noqa: E731
+    found, wanted = (
+        run(client_app(spoil=spoil), nodes=7, rounds=2, strategy=STRATEGIES[name]())[1]
+        for spoil in (other, None)
+    )
+    for key, array in found.arrays.items():
+        np.testing.assert_array_equal(array.numpy(), wanted.arrays[key].numpy(), err_msg=key)
 
 
 @pytest.mark.parametrize("what", SPOILT)
@@ -185,7 +174,7 @@ def test_a_bad_reply_is_left_out_of_both_and_the_round_goes_on(what, caplog):
     bad = lambda node, answer: spoil(answer) if node == 2 else answer  # noqa: E731
     with caplog.at_level(logging.WARNING, logger="flwr"):
         logging.getLogger("flwr").propagate = True
-        strategy, result = run(client_app(spoil=bad), rounds=2, max_count=36 * 6)
+        strategy, result = run(client_app(spoil=bad), rounds=2, max_count=36 * 6, max_examples=6)
     assert {node: v.reason for node, v in strategy.left_out.items()} == {3: reason}
     assert f"round 2: node 3 left out: {reason}" in caplog.text
     skip = client_app()
@@ -236,10 +225,11 @@ def test_a_client_that_fails_is_left_to_flower():
     assert result.arrays["2.num_batches_tracked"].numpy() == 2
 
 
-def test_below_the_quorum_nothing_changes(caplog):
+def test_below_the_quorum_nothing_changes():
     bad = lambda node, answer: change(answer, var=torch.full((4,), -1.0)) if node else answer  # noqa: E731
     strategy, result = run(client_app(spoil=bad), rounds=1, quorum=2)
-    assert not result.arrays
+    for name, value in cnn().state_dict().items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), value.numpy(), err_msg=name)
     assert torch.equal(strategy.shared["2"].mean, torch.zeros(4))
 
 
@@ -253,33 +243,6 @@ def test_liars_do_not_get_through_a_robust_rule():
         for k, s in (("robust", robust), ("plain", plain))
     }
     assert away["robust"] < 2 < 1e4 < away["plain"]
-
-
-@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi"])
-def test_a_server_that_was_stopped_goes_on_to_the_same_result(name, tmp_path):
-    make = STRATEGIES[name]
-    _, whole = run(client_app(lr=0.02), rounds=6, strategy=make())
-    app, file = client_app(lr=0.02), tmp_path / "server.safetensors"
-    run(app, rounds=4, strategy=make(), checkpoint=file)
-    _, result = run(app, rounds=6, strategy=make(), checkpoint=file)
-    assert set(result.train_metrics_clientapp) == {5, 6}
-    for key, array in whole.arrays.items():
-        np.testing.assert_array_equal(array.numpy(), result.arrays[key].numpy(), err_msg=key)
-    _, again = run(app, rounds=6, strategy=make(), checkpoint=file)  # there is nothing left to do
-    np.testing.assert_array_equal(again.arrays["0.bias"].numpy(), whole.arrays["0.bias"].numpy())
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
-    file = tmp_path / "server.safetensors"
-    run(client_app(), rounds=1, checkpoint=file)
-    with pytest.raises(ValueError, match="of a run with FedAvg, not FedMedian"):
-        run(client_app(), rounds=2, strategy=FedMedian(), checkpoint=file)
-    small = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3))  # noqa: E731
-    with pytest.raises(ValueError, match="of another model"):
-        run(client_app(make=small), rounds=2, make=small, checkpoint=file)
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="no checkpoint, or a damaged one"):
-        run(client_app(), rounds=2, checkpoint=file)
 
 
 @pytest.mark.filterwarnings("ignore:the model has no BatchNorm layer")
@@ -329,8 +292,9 @@ def test_traffic_is_next_to_that_of_fedavg(model):
 
     net = models.build(model, (3, 32, 32), 10, seed=0)
     strategy = FederatedBatchNormStrategy(FedAvg(), model=fbn.convert(net))
-    strategy._split(ArrayRecord(net.state_dict()))
-    down = ArrayRecord(dict(strategy._sent)).count_bytes() + ArrayRecord(strategy._statistics()).count_bytes()
+    grid = LocalGrid(None, 2)
+    content = strategy.configure_train(1, ArrayRecord(net.state_dict()), ConfigRecord(), grid)[0].content
+    down = sum(record.count_bytes() for record in content.array_records.values())
     own = ArrayRecord(net.state_dict()).count_bytes()
     asked = Message(RecordDict({"arrays": ArrayRecord()}), 1, "train")
     answer = reply(net, asked, {"num-examples": 1}).content
@@ -341,11 +305,21 @@ def test_traffic_is_next_to_that_of_fedavg(model):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"momentum": 2.0}, "momentum is 2.0"), ({"eps": 0.0}, "eps is 0.0"), ({"steps": 0}, "steps is 0")],
+    [
+        ({"momentum": 2.0}, "momentum is 2.0"),
+        ({"eps": 0.0}, "eps is 0.0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": 2.5}, "steps is 2.5"),
+        ({"quorum": 0}, "quorum is 0"),
+        ({"max_examples": 0}, "max_examples is 0"),
+        ({"model": fbn.convert(cnn()), "nonnegative": ["nope"]}, "nonnegative is"),
+        ({"model": fbn.convert(cnn()), "max_count": -1}, "max_count is -1"),
+        ({"strategy": FedAvg(arrayrecord_key="statistics")}, "arrayrecord_key is 'statistics'"),
+    ],
 )
 def test_settings_that_cannot_be_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        FederatedBatchNormStrategy(FedAvg(), **settings)
+        FederatedBatchNormStrategy(**{"strategy": FedAvg()} | settings)
 
 
 def test_a_client_is_told_what_is_missing():
@@ -355,3 +329,255 @@ def test_a_client_is_told_what_is_missing():
         load(model, plain)
     with pytest.raises(ValueError, match="steps is 0"):
         reply(model, plain, {}, steps=0)
+
+
+def test_who_is_left_out_does_not_decide_how_much_a_round_weighs():
+    """A bad client that claims a million steps; the result is that of the others alone, bit for bit."""
+
+    def spoil(node, answer):
+        if node != 1:
+            return answer
+        answer.content[STATISTICS]["steps"] = Array(np.array(10**6))
+        return change(answer, mean=torch.full((4,), torch.nan))
+
+    for options in ({}, {"aggregator": fbn.defense("median", 1)}):
+        found, _ = run(client_app(spoil=spoil), rounds=2, **options)
+        fails = lambda node, answer: answer if node != 1 else 1 / 0  # noqa: E731
+        wanted, _ = run(client_app(spoil=fails), rounds=2, **options)
+        for layer, running in wanted.shared.items():
+            assert found.shared[layer].tracked == running.tracked == 2
+            assert torch.equal(found.shared[layer].mean, running.mean)
+
+
+def test_steps_are_weighted_by_what_clients_saw_or_their_median_or_the_server_s():
+    def spoil(node, answer):
+        answer.content[STATISTICS]["steps"] = Array(np.array((1, 1, 5, 9)[node]))
+        return answer
+
+    size = lambda node: (2, 2, 2, 10)[node]  # noqa: E731
+    for options, wanted in (
+        ({}, (2 + 2 + 10 + 90) / 16),
+        ({"aggregator": fbn.defense("median", 1)}, 3),
+        ({"steps": 2}, 2),
+    ):
+        strategy, _ = run(client_app(size, spoil=spoil), rounds=1, **options)
+        assert strategy.shared["2"].tracked == round(wanted)
+        one, _ = run(client_app(size), rounds=1, **options | {"steps": 1})
+        ratio = strategy.shared["2"].mean / one.shared["2"].mean
+        torch.testing.assert_close(ratio, torch.full((4,), (1 - 0.9**wanted) / 0.1), rtol=1e-4, atol=0)
+
+
+def test_a_weight_of_another_name_is_found_inside_wrappers():
+    """`weighted_by_key` of what is wrapped in a wrapper for privacy."""
+
+    def spoil(node, answer):
+        metrics = dict(answer.content["metrics"])
+        answer.content["metrics"] = MetricRecord({"w": 1 + 2 * node, "loss": metrics["loss"]})
+        return answer
+
+    inner = lambda: FedAvg(weighted_by_key="w", fraction_evaluate=0.0)  # noqa: E731
+    strategy, result = run(client_app(spoil=spoil), rounds=2, strategy=clipped(inner()))
+    assert strategy.left_out == {}
+    assert result.arrays["2.num_batches_tracked"].numpy() == 2
+    strategy, _ = run(client_app(spoil=spoil), rounds=1, strategy=FedAvg(fraction_evaluate=0.0))
+    assert {v.reason for v in strategy.left_out.values()} == {"count_out_of_range"}
+
+
+def test_layers_used_twice_and_layers_that_only_look_like_batch_norm():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.BatchNorm2d(1)
+            self.again = self.first
+            self.other = nn.InstanceNorm2d(1, affine=True, track_running_stats=True)
+            self.last = nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.last(self.other(self.again(self.first(x))).flatten(1))
+
+    strategy, result = run(client_app(make=Net), make=Net, rounds=3)
+    assert strategy.left_out == {}
+    assert list(strategy.shared) == ["first"]
+    arrays = result.arrays.to_torch_state_dict()
+    assert torch.equal(arrays["first.running_mean"], arrays["again.running_mean"])
+    assert arrays["first.num_batches_tracked"] == arrays["again.num_batches_tracked"] == 3
+    assert not torch.equal(arrays["other.running_mean"], torch.zeros(1))
+    assert list(arrays) == list(Net().state_dict())
+
+
+def test_frozen_layers_stay_and_parameters_learn():
+    class Net(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            for module in self.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+            return self
+
+    strategy, result = run(client_app(make=lambda: Net(*cnn())), rounds=2)
+    assert strategy.left_out == {}
+    assert torch.equal(strategy.shared["2"].mean, torch.zeros(4))
+    assert not np.array_equal(result.arrays["6.bias"].numpy(), cnn().state_dict()["6.bias"].numpy())
+
+
+def test_statistics_of_half_precision_are_kept_in_full():
+    """On the wire and at the server; 60 rounds of a momentum that half precision cannot follow."""
+
+    def make():
+        return nn.Sequential(nn.BatchNorm1d(2, momentum=0.01)).half()
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        model = fbn.convert(make())
+        load(model, message)
+        model.train()(torch.full((8, 2), 300.0).half() + torch.arange(8).half()[:, None])
+        return reply(model, message, {"num-examples": 8})
+
+    strategy, result = run(app, nodes=2, rounds=60, make=make, strategy=FedAvg(fraction_evaluate=0.0))
+    assert strategy.left_out == {}
+    wanted = 303.5 * (1 - 0.99**60)
+    torch.testing.assert_close(strategy.shared["0"].mean, torch.full((2,), wanted), rtol=1e-4, atol=0)
+    make().load_state_dict(result.arrays.to_torch_state_dict())
+
+
+def test_a_compiled_model_answers_as_the_model_in_it():
+    model = fbn.convert(cnn())
+    grid = LocalGrid(None, 1)
+    strategy = FederatedBatchNormStrategy(FedAvg(min_available_nodes=1, min_train_nodes=1), model=model)
+    [message] = strategy.configure_train(1, ArrayRecord(cnn().state_dict()), ConfigRecord(), grid)
+    wrapped = torch.compile(fbn.convert(cnn()), backend="eager")
+    load(wrapped, message)
+    wrapped.train()(batch(0, 0, 6)[0])
+    answer = reply(wrapped, message, {"num-examples": 6})
+    assert list(answer.content["arrays"]) == list(message.content["arrays"])
+    assert "2" in fbn.from_bytes(answer.content[STATISTICS]["update"].numpy().tobytes()).layers
+
+
+PRIVATE = {
+    "fixed": (
+        lambda: DifferentialPrivacyClientSideFixedClipping(FedAvg(fraction_evaluate=0.0), 0.0, 0.01, 4),
+        fixedclipping_mod,
+    ),
+    "adaptive": (
+        lambda: DifferentialPrivacyClientSideAdaptiveClipping(FedAvg(fraction_evaluate=0.0), 0.1, 4),
+        adaptiveclipping_mod,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PRIVATE)
+def test_clipping_at_the_client_sees_parameters_alone(kind):
+    make, mod = PRIVATE[kind]
+
+    def private():
+        app, plain = ClientApp(mods=[statistics_mod, mod]), client_app(lr=1.0)
+        app.train()(lambda message, context: plain(message, context))
+        return app
+
+    strategy, result = run(private(), rounds=3, strategy=make())
+    assert strategy.left_out == {}
+    assert result.arrays["2.num_batches_tracked"].numpy() == 3
+    free, _ = run(client_app(lr=1.0), rounds=1)
+    clipped_once, _ = run(private(), rounds=1, strategy=make())
+    assert torch.equal(clipped_once.shared["2"].mean, free.shared["2"].mean)
+    if kind == "fixed":
+        change = [result.arrays[k].numpy() - v.numpy() for k, v in cnn().state_dict().items() if "bias" in k]
+        assert max(np.abs(c).max() for c in change) <= 0.03 + 1e-6
+
+
+def test_an_average_over_all_steps_counts_whole_steps():
+    """momentum None, clients with 1 and 2 steps: round r saw the value r, and all rounds weigh the same."""
+    shared = {"bn": fbn.Running(torch.zeros(1), torch.ones(1), momentum=None)}
+    for r in range(1, 21):
+        seen = [{"bn": fbn.Moments(4, torch.full((1,), float(r)), torch.ones(1))}]
+        shared = fbn.merge(shared, seen, steps=1.5).statistics
+    assert shared["bn"].mean.item() == pytest.approx(10.5)
+
+
+def test_evaluation_sends_statistics_and_leaves_bad_metrics_out(caplog):
+    app, spoilt = (
+        ClientApp(),
+        {0: {"num-examples": -3, "ok": 1.0}, 1: {"other": 1}, 2: {"num-examples": [1], "ok": 1.0}},
+    )
+    plain = client_app()
+    app.train()(lambda message, context: plain(message, context))
+
+    @app.evaluate()
+    def evaluate(message, context):
+        model = fbn.convert(cnn())
+        load(model, message)
+        assert not torch.equal(fbn.statistics(model)["2"].mean, torch.zeros(4))
+        metrics = spoilt.get(context.node_config["partition-id"], {"num-examples": 2, "ok": 1.0})
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    logging.getLogger("flwr").propagate = True
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        _, result = run(app, nodes=6, rounds=1)
+    assert result.evaluate_metrics_clientapp[1]["ok"] == 1.0
+    for node, reason in ((1, "count_out_of_range"), (2, "schema"), (3, "schema")):
+        assert f"round 1: node {node} left out: {reason}" in caplog.text
+
+
+def test_a_failure_is_logged_with_its_reason_and_the_first_arrays_come_back(caplog):
+    def fail(node, answer):
+        raise RuntimeError("no data at this client")
+
+    logging.getLogger("flwr").propagate = True
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        _, result = run(client_app(spoil=fail), rounds=1)
+    assert "node 2 failed: RuntimeError('no data at this client')" in caplog.text
+    assert list(result.arrays) == list(cnn().state_dict())
+
+
+def test_parameters_that_come_out_not_finite_change_nothing(tmp_path):
+    class Broken(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            if server_round == 2:
+                arrays["0.bias"] = Array(np.full(4, np.inf, np.float32))
+            return arrays, metrics
+
+    file = tmp_path / "server.safetensors"
+    strategy, result = run(client_app(), rounds=2, strategy=Broken(), checkpoint=file)
+    assert strategy.shared["2"].tracked == 1
+    _, first = run(client_app(), rounds=1)
+    for name, array in first.arrays.items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy(), err_msg=name)
+    _, again = run(client_app(), rounds=2, strategy=Broken(), checkpoint=file)
+    np.testing.assert_array_equal(again.arrays["0.bias"].numpy(), result.arrays["0.bias"].numpy())
+
+
+def test_a_node_that_answers_twice_is_left_out():
+    class Twice(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            answers = list(super().send_and_receive(messages))
+            return answers + copy.deepcopy([a for a in answers if a.metadata.src_node_id == 3])
+
+    strategy = FederatedBatchNormStrategy(FedAvg(fraction_evaluate=0.0), model=fbn.convert(cnn()))
+    strategy.start(Twice(client_app(), 4), ArrayRecord(cnn().state_dict()), num_rounds=1)
+    assert {node: v.reason for node, v in strategy.left_out.items()} == {3: "duplicate"}
+
+
+def test_statistics_stay_if_the_strategy_returns_nothing():
+    class Nothing(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            return None, None
+
+    strategy, _ = run(client_app(), rounds=2, strategy=Nothing())
+    assert strategy.shared["2"].tracked == 0
+    assert torch.equal(strategy.shared["2"].mean, torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore:the model has no BatchNorm layer")
+def test_the_quorum_holds_for_a_model_without_statistics():
+    def flat():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    bad = lambda node, answer: metrics(answer, loss=float("nan")) if node else answer  # noqa: E731
+    _, result = run(client_app(make=flat, spoil=bad), make=flat, rounds=1, quorum=2)
+    for name, value in flat().state_dict().items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), value.numpy(), err_msg=name)

@@ -1,5 +1,7 @@
 """A server's state after a round, as one safetensors file: what it sends, and what its strategy remembers."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,32 @@ from safetensors.numpy import save
 
 from ..experiments.folder import write_bytes
 
-_ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "1"
+_ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
 
 
-def write_checkpoint(path: Path, strategy: object, arrays: Mapping[str, Any], done: int) -> None:
-    """Save after round `done`; a crash leaves this file or the one before.
+def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
+    """What a strategy remembers besides arrays, as far as JSON can hold it: attribute/kind/ -> value.
+
+    Counters, rates and norms that change as it goes, and the `state_dict` of what has one, such as the
+    accountant of a privacy budget; also of strategies that are wrapped in it.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(strategy).items():
+        if name == "strategy" and hasattr(value, "__dict__"):
+            found |= plain_state(value, f"{prefix}strategy/")
+        elif callable(getattr(value, "state_dict", None)) and callable(
+            getattr(value, "load_state_dict", None)
+        ):
+            found[f"{prefix}{name}/state/"] = value.state_dict()
+        else:
+            found[f"{prefix}{name}/value/"] = value
+    return {key: json.loads(json.dumps(value)) for key, value in found.items() if _fits_json(value)}
+
+
+def write_checkpoint(
+    path: Path, strategy: object, arrays: Mapping[str, Any], done: int, first: Mapping[str, Any]
+) -> None:
+    """Save after round `done`; the file before stays beside it, and a crash leaves one of the two.
 
     Args:
         path: the file.
@@ -22,42 +45,93 @@ def write_checkpoint(path: Path, strategy: object, arrays: Mapping[str, Any], do
             of FedAdam and the like, also of strategies wrapped in it.
         arrays: name -> something with `.numpy()`.
         done: the rounds that are finished.
+        first: the strategy's `plain_state` before the first round; what has changed since is saved.
     """
     tensors = {f"{_ARRAYS}{name}": array.numpy() for name, array in arrays.items()}
-    tensors |= {f"{_STRATEGY}{key}": value for key, value in _remembered(strategy).items()}
+    tensors |= {f"{_STRATEGY}{key}": value for key, value in _arrays_of(strategy).items()}
+    tensors = {name: np.array(value, order="C") for name, value in tensors.items()}
+    changed = {k: v for k, v in plain_state(strategy).items() if k not in first or first[k] != v}
+    facts = {"format": _FORMAT, "done": str(done), "strategy": _kinds(strategy), "plain": json.dumps(changed)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"format": _FORMAT, "done": str(done), "strategy": type(strategy).__name__}
-    write_bytes(path, save({k: np.array(v, order="C") for k, v in tensors.items()}, facts))
+    if path.exists():
+        path.replace(_previous(path))
+    write_bytes(path, save(tensors, facts | {"digest": _digest(tensors, facts)}))
 
 
 def read_checkpoint(
     path: Path, strategy: object, like: Mapping[str, Any]
-) -> tuple[dict[str, np.ndarray], int]:
+) -> tuple[dict[str, np.ndarray], int] | None:
     """What was saved: arrays by name, and the rounds done; the strategy gets back what it remembered.
 
-    An error says what does not fit if the file is damaged, or was made with another model or strategy.
+    None if there is no file. A damaged file is passed over for the one before it; an error says what does not
+    fit if there is none, or if it was made with another model or strategy.
     """
-    try:
-        with safe_open(path, "numpy") as file:
-            facts = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        done = int(facts["done"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no checkpoint, or a damaged one: delete it to start anew ({error})"
-        ) from error
+    files = [file for file in (path, _previous(path)) if file.exists()]
+    if not files:
+        return None
+    problems = []
+    for file in files:
+        try:
+            tensors, facts, done = _read(file)
+            break
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            problems.append(f"{file}: {error}")
+    else:
+        why = "; ".join(problems)
+        raise ValueError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
     arrays = {k.removeprefix(_ARRAYS): v for k, v in tensors.items() if k.startswith(_ARRAYS)}
     shapes = {name: tuple(array.numpy().shape) for name, array in like.items()}
     if {name: value.shape for name, value in arrays.items()} != shapes:
-        raise ValueError(f"{path} is of another model: delete it to start anew")
-    if facts.get("strategy") != type(strategy).__name__:
-        other = f"{facts.get('strategy')}, not {type(strategy).__name__}"
-        raise ValueError(f"{path} is of a run with {other}: delete it to start anew")
-    _remind(strategy, {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)})
+        raise ValueError(f"{file} is of another model: delete it to start anew")
+    for name, array in like.items():
+        kinds = arrays[name].dtype, array.numpy().dtype
+        if np.promote_types(kinds[1], np.float32) != np.promote_types(kinds[0], np.float32):
+            raise ValueError(f"{file} is of a model with {name} in {kinds[0]}, not {kinds[1]}")
+    if facts["strategy"] != _kinds(strategy):
+        other = f"{facts['strategy']}, not {_kinds(strategy)}"
+        raise ValueError(f"{file} is of a run with {other}: delete it to start anew")
+    saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)}
+    _remind(strategy, saved | json.loads(facts["plain"]))
     return {name: arrays[name] for name in like}, done
 
 
-def _remembered(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
+def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
+    with safe_open(file, "numpy") as opened:
+        facts = dict(opened.metadata() or {})
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    if facts.get("format") != _FORMAT:
+        raise ValueError(f"format {facts.get('format')}, expected {_FORMAT}")
+    if facts.pop("digest") != _digest(tensors, facts):
+        raise ValueError("its contents are not those that were written")
+    return tensors, facts, int(facts["done"])
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
+
+
+def _digest(tensors: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
+        digest.update(tensors[name].tobytes())
+    return digest.hexdigest()
+
+
+def _kinds(strategy: object) -> str:
+    """The strategy's class, and those of what is wrapped in it."""
+    inner = getattr(strategy, "strategy", None)
+    return type(strategy).__name__ + (f" of {_kinds(inner)}" if inner is not None else "")
+
+
+def _fits_json(value: Any) -> bool:
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _arrays_of(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
     """attribute/kind/key -> array, for every attribute that is made of arrays."""
     found: dict[str, np.ndarray] = {}
     for name, value in vars(strategy).items():
@@ -68,14 +142,14 @@ def _remembered(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
         elif isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
             found |= {f"{prefix}{name}/list/{i:06d}": v for i, v in enumerate(value)}
         elif name == "strategy" and hasattr(value, "__dict__"):
-            found |= _remembered(value, f"{prefix}strategy/")
+            found |= _arrays_of(value, f"{prefix}strategy/")
     return found
 
 
-def _remind(strategy: Any, saved: Mapping[str, np.ndarray]) -> None:
-    """Set the attributes that `_remembered` found."""
-    made: dict[tuple[str, str], dict[str, np.ndarray]] = {}
-    inner: dict[str, np.ndarray] = {}
+def _remind(strategy: Any, saved: Mapping[str, Any]) -> None:
+    """Set the attributes that `_arrays_of` and `plain_state` found."""
+    made: dict[tuple[str, str], dict[str, Any]] = {}
+    inner: dict[str, Any] = {}
     for key, value in saved.items():
         name, kind, rest = key.split("/", 2)
         if name == "strategy":
@@ -84,6 +158,9 @@ def _remind(strategy: Any, saved: Mapping[str, np.ndarray]) -> None:
             made.setdefault((name, kind), {})[rest] = value
     for (name, kind), values in made.items():
         ordered = [values[key] for key in sorted(values)]
-        setattr(strategy, name, {"array": ordered[0], "list": ordered, "dict": values}[kind])
+        if kind == "state":
+            getattr(strategy, name).load_state_dict(ordered[0])
+        else:
+            setattr(strategy, name, {"list": ordered, "dict": values}.get(kind, ordered[0]))
     if inner:
         _remind(strategy.strategy, inner)

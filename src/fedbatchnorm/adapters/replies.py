@@ -12,43 +12,57 @@ from ..norm.messages import Update
 from ..norm.wire import FormatError, from_bytes
 
 try:
-    from flwr.app import Array, Message, RecordDict
+    from flwr.app import Array, ArrayRecord, Message, RecordDict
 except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
 STATISTICS = "statistics"  # the name of the record that statistics travel in, either way
 MOST_STEPS = 10**6
+MOST_EXAMPLES = 2**53  # beyond it a float64 no longer counts one by one
 
 
 class Examined(NamedTuple):
-    """By node id: updates and local steps of replies of the right form, and verdicts on the others."""
+    """By node id: replies of the right form, their updates and local steps, and verdicts on the others."""
 
+    replies: dict[Hashable, Message]
     updates: dict[Hashable, Mapping[str, Any]]
     steps: dict[Hashable, int]
     left_out: dict[Hashable, Verdict]
 
 
-def examine(answers: list[Message], sent: Mapping[str, Array], weight: str, has_statistics: bool) -> Examined:
+class Wanted(NamedTuple):
+    """What a reply is held against: the parameters that were sent (None: it has none), the metric that weighs
+    it, the most that this may be, and whether it has statistics."""
+
+    parameters: Mapping[str, Array] | None
+    weight: str
+    most: float = MOST_EXAMPLES
+    statistics: bool = True
+
+
+def examine(answers: list[Message], wanted: Wanted) -> Examined:
     """Look at each reply before any strategy does: a bad one is left out, and never an error.
 
-    Args:
-        answers: the nodes' replies, those with errors apart.
-        sent: the parameters that the nodes were sent.
-        weight: the metric that replies are weighted by.
-        has_statistics: whether the model has layers with statistics.
+    What is handed on has one form: parameters in the order in which they were sent, records named as in most
+    replies, statistics apart.
     """
-    found = Examined({}, {}, {})
-    keys = Counter(_metric_keys(message) for message in answers)
-    usual = keys.most_common(1)[0][0] if keys else frozenset()
+    found = Examined({}, {}, {}, {})
+    forms = Counter(_form(message) for message in answers)
+    names = Counter(name for message in answers for name in _parameter_records(message.content))
+    usual, name = (counter.most_common(1)[0][0] if counter else None for counter in (forms, names))
     repeated = Counter(message.metadata.src_node_id for message in answers)
     for message in answers:
         node = message.metadata.src_node_id
         try:
             _expect(repeated[node] == 1, "duplicate", "the node has answered more than once")
-            _check_parameters(message.content, sent)
-            _check_metrics(message, weight, usual)
-            update, steps = _read(message.content) if has_statistics else (Update({}), 1)
-            found.updates[node], found.steps[node] = update, steps
+            _expect(_form(message) == usual, "schema", "other metrics than in most replies")
+            _check_metrics(message, wanted)
+            update, steps = _read(message.content) if wanted.statistics else (Update({}), 1)
+            content: dict[str, Any] = {**message.content.metric_records, **message.content.config_records}
+            if wanted.parameters is not None:
+                content = {str(name): _parameters(message.content, wanted.parameters)} | content
+            message.content = RecordDict(content)
+            found.replies[node], found.updates[node], found.steps[node] = message, update, steps
         except _LeftOutError as error:
             found.left_out[node] = error.verdict
         except Exception as error:  # whatever a client may have put into a record
@@ -69,9 +83,13 @@ def _expect(condition: bool, reason: Reason, detail: str) -> None:
         raise _LeftOutError(reason, detail)
 
 
-def _check_parameters(content: RecordDict, sent: Mapping[str, Array]) -> None:
-    """One record with the parameters that were sent, in their shapes and types, finite."""
-    records = [record for name, record in content.array_records.items() if name != STATISTICS]
+def _parameter_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    return {name: record for name, record in content.array_records.items() if name != STATISTICS}
+
+
+def _parameters(content: RecordDict, sent: Mapping[str, Array]) -> ArrayRecord:
+    """The one record with the parameters that were sent, in their shapes, types and order, finite."""
+    records = list(_parameter_records(content).values())
     _expect(len(records) == 1, "schema", f"{len(records)} records of parameters, expected 1")
     _expect(records[0].keys() == sent.keys(), "schema", "other parameters than were sent")
     for name, array in records[0].items():
@@ -79,15 +97,28 @@ def _check_parameters(content: RecordDict, sent: Mapping[str, Array]) -> None:
         form = f"{tuple(value.shape)} of {value.dtype}"
         _expect(form == wanted, "schema", f"parameter {name} is {form}, expected {wanted}")
         _expect(bool(np.isfinite(value).all()), "non_finite", f"parameter {name} is not finite")
+    return ArrayRecord({name: records[0][name] for name in sent})
 
 
-def _check_metrics(message: Message, weight: str, usual: frozenset[str]) -> None:
-    """One record of metrics with the names that most replies have, and a usable weight."""
-    _expect(len(message.content.metric_records) == 1, "schema", "expected one record of metrics")
-    _expect(_metric_keys(message) == usual, "schema", "other metrics than in most replies")
-    value = next(iter(message.content.metric_records.values())).get(weight)
-    fine = isinstance(value, int | float) and math.isfinite(value) and value > 0
-    _expect(fine, "count_out_of_range", f"{weight} is {value!r}, not a positive number")
+def _form(message: Message) -> frozenset[tuple[str, str, int | None]]:
+    """A reply's metrics: in which record, under which names, a number or a list of how many."""
+    return frozenset(
+        (record, name, len(value) if isinstance(value, list) else None)
+        for record, metrics in message.content.metric_records.items()
+        for name, value in metrics.items()
+    )
+
+
+def _check_metrics(message: Message, wanted: Wanted) -> None:
+    """One record of finite metrics, with a usable weight."""
+    records = list(message.content.metric_records.values())
+    _expect(len(records) == 1, "schema", f"{len(records)} records of metrics, expected 1")
+    for name, value in records[0].items():
+        numbers = value if isinstance(value, list) else [value]
+        _expect(all(map(math.isfinite, numbers)), "non_finite", f"metric {name} is {value!r}")
+    value = records[0].get(wanted.weight)
+    fine = isinstance(value, int | float) and 0 < value <= wanted.most
+    _expect(fine, "count_out_of_range", f"{wanted.weight} is {value!r}, allowed is up to {wanted.most:.0f}")
 
 
 def _read(content: RecordDict) -> tuple[Update, int]:
@@ -100,10 +131,8 @@ def _read(content: RecordDict) -> tuple[Update, int]:
         raise _LeftOutError("schema", str(error)) from error
     if not isinstance(update, Update):
         raise _LeftOutError("schema", "statistics in place of an update")
-    steps = int(record["steps"].numpy())
+    sent = record["steps"].numpy()
+    _expect(np.issubdtype(sent.dtype, np.integer) and sent.ndim == 0, "schema", "steps is no whole number")
+    steps = int(sent)
     _expect(1 <= steps <= MOST_STEPS, "count_out_of_range", f"{steps} local steps")
     return update, steps
-
-
-def _metric_keys(message: Message) -> frozenset[str]:
-    return frozenset(name for record in message.content.metric_records.values() for name in record)

@@ -1,8 +1,8 @@
 """Federated BatchNorm under Flower's SecAgg+, where the server sees the sum of all clients and nothing else.
 
 SecAgg+ belongs to Flower's earlier API: the server's strategy is wrapped in `SecAggBatchNorm`, and a client's
-`fit` calls `load` first and returns `masked`. Statistics travel as sums (`to_sums`), which SecAgg+ adds up with
-the parameters.
+`fit` calls `load` first and returns `masked`. Statistics travel as sums (`to_sums`), which SecAgg+ adds up
+with the parameters.
 
     strategy = SecAggBatchNorm(FedAvg(...), model, example)           # server_app.py
     load(model, parameters); ...; return masked(model, config, n), n, {}  # client_app.py
@@ -24,6 +24,7 @@ from ..aggregation.statistics import Aggregator, MergeResult, merge
 from ..norm.convert import federated_layers
 from ..norm.exchange import collect, load_statistics, statistics
 from ..norm.messages import Sums, from_sums, to_sums
+from .arrays import parameters_of, statistic_names
 
 try:
     from flwr.common import FitIns, FitRes, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
@@ -61,7 +62,7 @@ def masked(model: nn.Module, config: dict[str, Any], examples: int) -> list[np.n
             "the round's configuration is not of SecAggBatchNorm: wrap the server's strategy in it"
         )
     told = json.loads(config[_CONFIG])
-    arrays = [tensor.detach().cpu().numpy() for tensor in _parameters(model).values()]
+    arrays = [tensor.numpy() for tensor in parameters_of(model).values()]
     for layer, sums in to_sums(collect(model), statistics(model)).items():
         share = 1 / (examples * told["values"][layer] * _ROOM)
         sent = [np.array([sums.count]) * share, sums.z.numpy() * share, sums.zz.numpy() * share]
@@ -117,7 +118,7 @@ class SecAggBatchNorm(Strategy):
         self.strategy, self._steps, self._quorum = strategy, steps, quorum
         self.shared = statistics(model)
         self._state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-        self._names = list(_parameters(model))
+        self._names, self._statistics = list(parameters_of(model)), statistic_names(model)
         told = {"values": values_per_example(model, example), "limit": clipping_range}
         self._told = json.dumps(told)
         self._values: dict[str, float] = told["values"]
@@ -185,10 +186,10 @@ class SecAggBatchNorm(Strategy):
     def _whole(self) -> Parameters:
         """Weights and statistics, in the order of the model's state_dict."""
         for layer, running in self.shared.items():
-            prefix = f"{layer}." if layer else ""
-            self._state[f"{prefix}running_mean"].copy_(running.mean)
-            self._state[f"{prefix}running_var"].copy_(running.var)
-            self._state[f"{prefix}num_batches_tracked"].fill_(running.tracked)
+            for mean, var, tracked in self._statistics[layer]:
+                self._state[mean].copy_(running.mean)
+                self._state[var].copy_(running.var)
+                self._state[tracked].fill_(running.tracked)
         return ndarrays_to_parameters([tensor.numpy() for tensor in self._state.values()])
 
     def _sums(self, layer: str, average: list[np.ndarray], weight: int) -> Sums:
@@ -230,14 +231,3 @@ def values_per_example(model: nn.Module, example: Tensor) -> dict[str, float]:
     if unseen:
         raise ValueError(f"the example does not reach layer {unseen[0]!r}")
     return found
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What is averaged: numbers with fractions that are not statistics of a federated layer."""
-    kept = {
-        f"{layer}.{field}" if layer else field
-        for layer in federated_layers(model)
-        for field in ("running_mean", "running_var")
-    }
-    state = model.state_dict().items()
-    return {name: tensor for name, tensor in state if tensor.is_floating_point() and name not in kept}

@@ -162,14 +162,15 @@ def absorb(seen: Moments, new: Moments) -> tuple[Moments, Tensor]:
 def round_momentum(momentum: float | None, tracked: int, steps: float = 1) -> float:
     """The weight of a whole round of `steps` steps: 1 - (1 - beta)^steps.
 
-    A momentum of None averages over all steps: steps / (tracked + steps), torch's 1/t for one step.
+    A momentum of None averages over all steps: steps / (tracked + steps), torch's 1/t for one step, with
+    the whole steps that the counter moves by.
 
     Example:
         >>> round_momentum(0.1, 7), round_momentum(None, 3), round(round_momentum(0.1, 0, 2), 3)
         (0.1, 0.25, 0.19)
     """
     if momentum is None:
-        return steps / (tracked + steps)
+        return tracked_steps(steps) / (tracked + tracked_steps(steps))
     if steps == 1 or momentum == 1:
         return momentum
     return -math.expm1(steps * math.log1p(-momentum))

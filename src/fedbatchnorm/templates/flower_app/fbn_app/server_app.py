@@ -34,6 +34,8 @@ def main(grid, context):
             model=fbn.convert(model),
             aggregator=fbn.defense("nnm+median", liars) if liars else None,
             max_count=config["batch"] * pixels,  # no layer of this model sees more values per channel
+            max_examples=config["batch"],
+            steps=1,
             checkpoint=config["checkpoint"] or None,
         )
     curve = {}

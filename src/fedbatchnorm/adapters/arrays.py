@@ -1,0 +1,116 @@
+"""A model on Flower: parameters, which a strategy aggregates, and statistics, which it does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..norm.convert import federated_layers
+from ..norm.moments import Running
+from ..norm.reduce import statistics_dtype
+
+try:
+    from flwr.app import Array, ArrayRecord
+except ImportError as error:
+    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+
+_FIELDS = ("running_mean", "running_var", "num_batches_tracked")
+Names = dict[
+    str, list[tuple[str, ...]]
+]  # layer -> its mean, variance and counter in a state_dict, wherever used
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and DistributedDataParallel."""
+    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None) or model.module  # pyrefly: ignore
+    return model
+
+
+def statistic_names(model: nn.Module) -> Names:
+    """Where a converted model's state_dict has statistics; a layer that is used twice is there twice."""
+    first = {id(layer): name for name, layer in federated_layers(model).items()}
+    found: Names = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            found.setdefault(first[id(module)], []).append(_names(name))
+    return found
+
+
+def guessed_names(arrays: Iterable[str]) -> Names:
+    """Where statistics seem to be, by the names of the arrays alone."""
+    arrays = set(arrays)
+    layers = [""] if _FIELDS[0] in arrays else []
+    layers += sorted(n.removesuffix(f".{_FIELDS[0]}") for n in arrays if n.endswith(f".{_FIELDS[0]}"))
+    return {layer: [_names(layer)] for layer in layers if arrays.issuperset(_names(layer))}
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a client sends back to be averaged: numbers with fractions that are no statistics."""
+    kept = {name for places in statistic_names(model).values() for names in places for name in names}
+    state = model.state_dict().items()
+    return {name: t.detach().cpu() for name, t in state if name not in kept and t.is_floating_point()}
+
+
+class Parts(NamedTuple):
+    """A server's arrays: parameters, whole numbers that stay as they are, and where statistics are."""
+
+    order: list[str]
+    parameters: dict[str, Array]
+    fixed: dict[str, Array]
+    names: Names
+
+    def statistics(self, shared: Mapping[str, Running]) -> dict[str, Array]:
+        """Statistics under the names of a state_dict; the counter is whole, and the server's own."""
+        found = {}
+        for layer, running in shared.items():
+            values = running.mean.numpy(), running.var.numpy(), np.array(running.tracked, dtype=np.int64)
+            for names in self.names[layer]:
+                found |= {name: Array(value) for name, value in zip(names, values, strict=True)}
+        return found
+
+    def join(self, parameters: Mapping[str, Array], shared: Mapping[str, Running]) -> ArrayRecord:
+        """All as one record, in the order and with the types of the first."""
+        whole = dict(parameters) | self.statistics(shared) | self.fixed
+        for name, sent in self.parameters.items():
+            value = whole[name].numpy()
+            if str(value.dtype) != sent.dtype:
+                whole[name] = Array(value.astype(sent.dtype))
+        return ArrayRecord({name: whole[name] for name in self.order})
+
+
+def split(
+    arrays: Mapping[str, Array], names: Names, settings: Mapping[str, Any], usual: tuple[float | None, float]
+) -> tuple[Parts, dict[str, Running]]:
+    """Tell parameters, statistics, and what is not averaged (whole numbers) apart.
+
+    Args:
+        arrays: the whole model.
+        names: where its statistics are.
+        settings: layer -> (momentum, eps).
+        usual: (momentum, eps) of layers that are not in the settings.
+    """
+    shared: dict[str, Running] = {}
+    for layer, places in names.items():
+        missing = [name for names in places for name in names if name not in arrays]
+        if missing:
+            raise ValueError(
+                f"the arrays have no {missing[0]!r}, the statistics of layer {layer!r} of the model"
+            )
+        mean, var, tracked = (torch.from_numpy(arrays[name].numpy().copy()) for name in places[0])
+        exact = statistics_dtype(mean)
+        shared[layer] = Running(mean.to(exact), var.to(exact), int(tracked), *settings.get(layer, usual))
+    kept = {name for places in names.values() for triple in places for name in triple}
+    rest = {name: array for name, array in arrays.items() if name not in kept}
+    sent = {name: a for name, a in rest.items() if np.issubdtype(np.dtype(a.dtype), np.floating)}
+    fixed = {name: array for name, array in rest.items() if name not in sent}
+    return Parts(list(arrays), sent, fixed, names), shared
+
+
+def _names(layer: str) -> tuple[str, ...]:
+    """A layer's statistics in a state_dict; the model itself may be the layer."""
+    return tuple(f"{layer}.{field}" if layer else field for field in _FIELDS)

@@ -1,0 +1,97 @@
+"""A client's side of federated BatchNorm on Flower: what to load, and what to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..norm.exchange import collect, load_statistics, statistics
+from ..norm.wire import to_bytes
+from .arrays import parameters_of, unwrapped
+from .replies import STATISTICS
+
+try:
+    from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+except ImportError as error:
+    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+
+_aside: ContextVar[dict[str, ArrayRecord] | None] = ContextVar("statistics", default=None)
+
+
+def load(model: nn.Module, message: Message) -> None:
+    """Load the server's parameters and statistics into a client's converted model.
+
+    Args:
+        model: what `convert` returned.
+        message: as the client app received it, for training or for evaluation.
+    """
+    records = dict(message.content.array_records) | (_aside.get() or {})
+    if STATISTICS not in records:
+        raise ValueError(
+            f"the message has no record {STATISTICS!r}: wrap the server's strategy in "
+            "FederatedBatchNormStrategy"
+        )
+    model = unwrapped(model)
+    state: dict[str, torch.Tensor] = {}
+    for record in records.values():
+        state |= record.to_torch_state_dict()
+    model.load_state_dict(state)
+    load_statistics(model, statistics(model))  # a new round: nothing has been seen yet
+
+
+def reply(
+    model: nn.Module,
+    message: Message,
+    metrics: Mapping[str, int | float | list[int] | list[float]],
+    *,
+    steps: int = 1,
+    arrays: str = "arrays",
+) -> Message:
+    """A client's answer: parameters, what its layers have seen since `load`, and metrics.
+
+    Args:
+        model: the converted model, after local training.
+        message: what is answered.
+        metrics: with the strategy's weight among them, which is `num-examples` unless it was set otherwise.
+        steps: optimiser steps since `load`.
+        arrays: the name of the record of parameters.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1")
+    model = unwrapped(model)
+    update = np.frombuffer(to_bytes(collect(model)), dtype=np.uint8)
+    seen = ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
+    content: dict[str, Any] = {
+        arrays: ArrayRecord(parameters_of(model)),
+        "metrics": MetricRecord(dict(metrics)),
+    }
+    aside = _aside.get()
+    (content if aside is None else aside)[STATISTICS] = seen
+    return Message(content=RecordDict(content), reply_to=message)
+
+
+def statistics_mod(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """A mod for a ClientApp: keeps statistics away from the mods that come after it.
+
+    Mods such as `fixedclipping_mod` want one record of arrays and no more:
+    `ClientApp(mods=[statistics_mod, fixedclipping_mod])`.
+    """
+    if STATISTICS not in message.content.array_records:
+        return call_next(message, context)
+    aside = {STATISTICS: message.content.array_records[STATISTICS]}
+    message.content = RecordDict({k: v for k, v in message.content.items() if k != STATISTICS})
+    sent, token = aside[STATISTICS], _aside.set(aside)
+    try:
+        answer = call_next(message, context)
+    finally:
+        _aside.reset(token)
+    if not answer.has_error() and aside[STATISTICS] is not sent:
+        answer.content[STATISTICS] = aside[STATISTICS]
+    return answer

@@ -1,0 +1,179 @@
+"""A Flower server that is stopped and goes on: as if it had never been."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedYogi,
+)
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from flower_clients import change, client_app, cnn, run
+
+
+class Decaying(FedAvg):
+    """A server whose rate is halved in every round."""
+
+    rate = 1.0
+
+    def configure_train(self, server_round, arrays, config, grid):
+        self.rate, self.before = self.rate / 2, {k: a.numpy() for k, a in arrays.items()}
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round, replies):
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        after = {k: b + self.rate * (arrays[k].numpy() - b) for k, b in self.before.items()}
+        return ArrayRecord({k: Array(v.astype(np.float32)) for k, v in after.items()}), metrics
+
+
+def fixed(strategy, **options):
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, 4, **options)
+
+
+STRATEGIES = {
+    "FedAvg": FedAvg,
+    "FedAvgM": lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9),
+    "FedAdam": lambda: FedAdam(eta=0.1),
+    "FedYogi": lambda: FedYogi(eta=0.1),
+    "a rate that decays": Decaying,
+    "clipping that adapts": lambda: DifferentialPrivacyServerSideAdaptiveClipping(
+        FedAvg(fraction_evaluate=0.0),
+        0.0,
+        4,
+        initial_clipping_norm=0.01,
+        clip_norm_lr=1.0,
+        clipped_count_stddev=0.0,
+    ),
+    "clipped FedAdam": lambda: fixed(FedAdam(eta=0.1, fraction_evaluate=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_server_that_was_stopped_goes_on_to_the_same_result(name, tmp_path):
+    make = STRATEGIES[name]
+    _, whole = run(client_app(lr=0.02), rounds=6, strategy=make())
+    app, file = client_app(lr=0.02), tmp_path / "server.safetensors"
+    run(app, rounds=4, strategy=make(), checkpoint=file)
+    _, result = run(app, rounds=6, strategy=make(), checkpoint=file)
+    assert set(result.train_metrics_clientapp) == {5, 6}
+    for key, array in whole.arrays.items():
+        np.testing.assert_array_equal(array.numpy(), result.arrays[key].numpy(), err_msg=key)
+    _, again = run(app, rounds=6, strategy=make(), checkpoint=file)  # there is nothing left to do
+    np.testing.assert_array_equal(again.arrays["0.bias"].numpy(), whole.arrays["0.bias"].numpy())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    file = tmp_path / "server.safetensors"
+    run(client_app(), rounds=1, checkpoint=file)
+    with pytest.raises(ValueError, match="of a run with FedAvg, not FedMedian"):
+        run(client_app(), rounds=2, strategy=FedMedian(), checkpoint=file)
+    small = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3))  # noqa: E731
+    with pytest.raises(ValueError, match="of another model"):
+        run(client_app(make=small), rounds=2, make=small, checkpoint=file)
+    file.write_bytes(file.read_bytes()[:100])
+    file.with_name("server.safetensors.previous").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="no checkpoint, or a damaged one"):
+        run(client_app(), rounds=2, checkpoint=file)
+    file.unlink()
+    run(client_app(), rounds=2, strategy=fixed(FedAdam()), checkpoint=file)
+    with pytest.raises(ValueError, match=r"Clipping of FedAdam, not .*Clipping of FedYogi"):
+        run(client_app(), rounds=3, strategy=fixed(FedYogi()), checkpoint=file)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+    app, file = client_app(), tmp_path / "server.safetensors"
+    _, whole = run(client_app(), rounds=3)
+    run(app, rounds=3, checkpoint=file)
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x40  # one bit of an array
+    file.write_bytes(content)
+    again = client_app()
+    run(again, rounds=2)  # so that clients are where they were after two rounds
+    _, result = run(again, rounds=3, checkpoint=file)
+    assert list(result.train_metrics_clientapp) == [3]
+    for name, array in whole.arrays.items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy(), err_msg=name)
+
+
+def test_rounds_that_change_nothing_count_as_done(tmp_path):
+    def bad_in(rounds):
+        asked = {}
+
+        def spoil(node, answer):
+            asked[node] = asked.get(node, 0) + 1
+            return change(answer, var=torch.full((4,), -1.0)) if asked[node] in rounds else answer
+
+        return spoil
+
+    file = tmp_path / "server.safetensors"
+    _, whole = run(client_app(spoil=bad_in({3, 4})), rounds=6)
+    app = client_app(spoil=bad_in({3, 4}))
+    run(app, rounds=4, checkpoint=file)
+    _, result = run(app, rounds=6, checkpoint=file)
+    assert set(result.train_metrics_clientapp) == {5, 6}
+    for name, array in whole.arrays.items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy(), err_msg=name)
+
+
+class Accountant:
+    """Counts releases, with the methods of Flower's accountants that a checkpoint needs."""
+
+    def __init__(self):
+        self.releases = 0
+
+    def state_dict(self):
+        return {"releases": self.releases}
+
+    def load_state_dict(self, state):
+        self.releases = state["releases"]
+
+
+def test_a_privacy_budget_goes_on_where_it_was(tmp_path):
+    class Counted(FedAvg):
+        def __init__(self):
+            super().__init__()
+            self.accountant = Accountant()
+
+        def aggregate_train(self, server_round, replies):
+            self.accountant.releases += 1
+            return super().aggregate_train(server_round, replies)
+
+    file, app = tmp_path / "server.safetensors", client_app()
+    run(app, rounds=3, strategy=Counted(), checkpoint=file)
+    strategy, _ = run(app, rounds=5, strategy=Counted(), checkpoint=file)
+    assert strategy.strategy.accountant.releases == 5
+
+
+def test_settings_may_be_changed_between_sessions(tmp_path):
+    """What is saved is what a strategy changes by itself, not what it was made with."""
+    file, app = tmp_path / "server.safetensors", client_app()
+    run(app, rounds=1, strategy=FedAdam(eta=0.1), checkpoint=file)
+    strategy, _ = run(app, rounds=2, strategy=FedAdam(eta=0.05), checkpoint=file)
+    assert strategy.strategy.eta == 0.05
+
+
+def test_evaluation_at_the_server_goes_on_counting(tmp_path):
+    from fedbatchnorm.adapters.flower import FederatedBatchNormStrategy
+    from fedbatchnorm.adapters.local import LocalGrid
+
+    file, rounds = tmp_path / "server.safetensors", []
+    for last in (2, 4):
+        strategy = FederatedBatchNormStrategy(FedAvg(), checkpoint=file)
+        strategy.start(
+            LocalGrid(client_app(), 4),
+            ArrayRecord(cnn().state_dict()),
+            num_rounds=last,
+            evaluate_fn=lambda step, arrays: rounds.append(step),
+        )
+    assert rounds == [0, 1, 2, 2, 3, 4]
