@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ try:
     from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _aside: ContextVar[dict[str, ArrayRecord] | None] = ContextVar("statistics", default=None)
 
@@ -51,6 +54,7 @@ def reply(
     *,
     steps: int = 1,
     arrays: str = "arrays",
+    group: ProcessGroup | None = None,
 ) -> Message:
     """A client's answer: parameters, what its layers have seen since `load`, and metrics.
 
@@ -60,11 +64,12 @@ def reply(
         metrics: with the strategy's weight among them, which is `num-examples` unless it was set otherwise.
         steps: optimiser steps since `load`.
         arrays: the name of the record of parameters.
+        group: of a client that trains on several devices; see `collect`.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1")
     model = unwrapped(model)
-    update = np.frombuffer(to_bytes(collect(model)), dtype=np.uint8)
+    update = np.frombuffer(to_bytes(collect(model, group=group)), dtype=np.uint8)
     seen = ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
     content: dict[str, Any] = {
         arrays: ArrayRecord(parameters_of(model)),
