@@ -511,12 +511,12 @@ def test_evaluation_sends_statistics_and_leaves_bad_metrics_out(caplog):
         model = fbn.convert(cnn())
         load(model, message)
         assert not torch.equal(fbn.statistics(model)["2"].mean, torch.zeros(4))
-        metrics = spoilt.get(context.node_config["partition-id"], {"num-examples": 2, "ok": 1.0})
+        metrics = spoilt.get(context.node_config["partition-id"], {"num-examples": 200, "ok": 1.0})
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     logging.getLogger("flwr").propagate = True
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        _, result = run(app, nodes=6, rounds=1)
+        _, result = run(app, nodes=6, rounds=1, max_examples=6)  # of training
     assert result.evaluate_metrics_clientapp[1]["ok"] == 1.0
     for node, reason in ((1, "count_out_of_range"), (2, "schema"), (3, "schema")):
         assert f"round 1: node {node} left out: {reason}" in caplog.text

@@ -72,7 +72,7 @@ class FederatedBatchNormStrategy(Strategy):
             aggregator: None is exact; a rule such as `defense("nnm+median", f=2)` withstands liars.
             quorum: with fewer usable replies the round changes nothing.
             max_count: the most values per channel that an honest client can see, a number or by layer.
-            max_examples: the most that an honest client's weight, `num-examples`, can be.
+            max_examples: the most that an honest client's weight in training, `num-examples`, can be.
             nonnegative: layers that follow a ReLU: a negative mean there is a lie.
             steps: local steps a round; what clients report if not given.
             checkpoint: a file to save to after every round, and to go on from if it is there.
@@ -194,7 +194,7 @@ class FederatedBatchNormStrategy(Strategy):
         """As the wrapped strategy does, of the replies whose metrics can be used."""
         server_round += self._done
         answers, failures = _sorted_out(server_round, replies)
-        found = examine(answers, self._wanted(parameters=None, statistics=False))
+        found = examine(answers, Wanted(None, self._weight(), statistics=False))
         _log_left_out(server_round, found.left_out)
         return self.strategy.aggregate_evaluate(server_round, failures + list(found.replies.values()))
 
@@ -218,13 +218,13 @@ class FederatedBatchNormStrategy(Strategy):
                 message.content[STATISTICS] = record
         return messages
 
-    def _wanted(self, parameters: Mapping[str, Array] | None, statistics: bool) -> Wanted:
-        weight = _attribute(self.strategy, "weighted_by_key") or "num-examples"
-        return Wanted(parameters, weight, self._max_examples, statistics)
+    def _weight(self) -> str:
+        return _attribute(self.strategy, "weighted_by_key") or "num-examples"
 
     def _used(self, server_round: int, answers: list[Message]) -> list[Message] | None:
         """The replies that both sides use, without their statistics; None if the round changes nothing."""
-        found = examine(answers, self._wanted(self._parts.parameters, statistics=bool(self.shared)))
+        wanted = Wanted(self._parts.parameters, self._weight(), self._max_examples, bool(self.shared))
+        found = examine(answers, wanted)
         verdicts, seen_nothing = dict(found.left_out), set()
         self.result = None
         if self.shared and found.updates:
