@@ -3,7 +3,7 @@
     python examples/flower/federation.py examples/flower/app --nodes 3 --run-config "rounds=30"
 
 Makes a certificate authority, a server certificate and a key for every node in a temporary folder, starts
-one SuperLink and the SuperNodes as processes of their own, submits the app, shows what its server logged, and
+one SuperLink and the SuperNodes as processes of their own, submits the app, shows what its server logs, and
 ends every process that it started, by its id.
 """
 
@@ -263,11 +263,14 @@ def main():
     if not (args.app / "pyproject.toml").is_file():
         parser.error(f"{args.app} is no Flower app: it has no pyproject.toml")
     with tempfile.TemporaryDirectory() as folder, Federation(args.nodes, folder) as federation:
-        print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS and node authentication")
+        print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS and keys", flush=True)
         settings = f"min-nodes={args.nodes} {args.run_config}"
         run = federation.submit(args.app.resolve(), settings)
-        print(f"run {run}: {federation.wait(run)}")
-        print(federation.server_log(run))
+        try:
+            subprocess.run([BIN / "flwr", "log", run, "here", "--stream"], env=federation.env, check=False)
+            print(f"run {run}: {federation.wait(run)}")
+        except KeyboardInterrupt:
+            sys.exit("stopped: all processes are being ended")
 
 
 if __name__ == "__main__":
