@@ -1,6 +1,6 @@
 """A real Flower federation on this machine: TLS, and nodes that prove who they are; all ends with the script.
 
-    python examples/flower/federation.py examples/flower/app --nodes 3 --run-config "rounds=30"
+    python examples/flower/federation.py examples/flower/app --nodes 3 --run-config "rounds=5"
 
 Makes a certificate authority, a server certificate and a key for every node in a temporary folder, starts
 one SuperLink and the SuperNodes as processes of their own, submits the app, shows what its server logs, and

@@ -293,7 +293,7 @@ def new(kind: tyro.conf.Positional[Literal["flower-app"]], folder: tyro.conf.Pos
     """
     for file in write_app(kind, folder):
         print(file)
-    print(f"next: cd {folder}, read README.md, and run it on a federation with `flwr run .`")
+    print(f"next: cd {folder}, pip install -e ., python -m fbn_app; README.md has the rest")
 
 
 COMMANDS = {

@@ -207,3 +207,19 @@ def test_a_real_federation_withstands_bad_replies_a_node_that_dies_and_a_strange
     assert found["3.num_batches_tracked"] == 3
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_app_runs_in_one_process_with_settings_from_the_command_line(tmp_path):
+    def start(*arguments):
+        command = [sys.executable, "-m", "fbn_app", *arguments]
+        return subprocess.run(command, cwd=APP, capture_output=True, text=True, check=False)
+
+    out = tmp_path / "model.safetensors"
+    done = start("rounds=2", "lr=1", f"output={out}")
+    assert done.returncode == 0, done.stderr
+    assert load_file(out)["3.num_batches_tracked"] == 2
+    for wrong, message in (("round=2", "round=2: write NAME=VALUE"), ("rounds=two", "rounds is of type int")):
+        failed = start(wrong)
+        assert failed.returncode == 1
+        assert message in failed.stderr
+        assert "Traceback" not in failed.stderr
