@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
@@ -107,4 +107,9 @@ def metrics(answer, **values):
 
 def steps(answer, value):
     answer.content[STATISTICS]["steps"] = Array(value)
+    return answer
+
+
+def with_config(answer):
+    answer.content["arrays"] = ConfigRecord({"mine": 1})
     return answer

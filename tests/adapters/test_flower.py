@@ -53,6 +53,7 @@ from flower_clients import (
     renamed,
     run,
     steps,
+    with_config,
     without,
 )
 
@@ -154,6 +155,7 @@ SPOILT = {
 SAME = {
     "parameters in another order": lambda a: arrays(a, lambda r: dict(reversed(r.items()))),
     "parameters in another record": lambda a: renamed(a, "arrays", "other"),
+    "a configuration under their name": lambda a: with_config(renamed(a, "arrays", "other")),
 }
 
 
@@ -459,34 +461,41 @@ def test_a_compiled_model_answers_as_the_model_in_it():
 
 PRIVATE = {
     "fixed": (
-        lambda: DifferentialPrivacyClientSideFixedClipping(FedAvg(fraction_evaluate=0.0), 0.0, 0.01, 4),
+        lambda: DifferentialPrivacyClientSideFixedClipping(FedAvg(), 0.0, 0.01, 4),
         fixedclipping_mod,
     ),
     "adaptive": (
-        lambda: DifferentialPrivacyClientSideAdaptiveClipping(FedAvg(fraction_evaluate=0.0), 0.1, 4),
+        lambda: DifferentialPrivacyClientSideAdaptiveClipping(FedAvg(), 0.1, 4),
         adaptiveclipping_mod,
     ),
 }
 
 
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", PRIVATE)
-def test_clipping_at_the_client_sees_parameters_alone(kind):
+def test_clipping_at_the_client_sees_parameters_alone(kind, reverse):
+    """Also where arrays come in another order than the model's own; and evaluation goes on."""
     make, mod = PRIVATE[kind]
+    state = cnn().state_dict()
+    state = dict(reversed(state.items())) if reverse else state
 
-    def private():
-        app, plain = ClientApp(mods=[statistics_mod, mod]), client_app(lr=1.0)
-        app.train()(lambda message, context: plain(message, context))
-        return app
+    def private(rounds, mods, strategy):
+        app, plain = ClientApp(), client_app(lr=1.0)
+        app.train(mods=mods)(lambda message, context: plain(message, context))
+        app.evaluate()(lambda message, context: plain(message, context))
+        wrapped = FederatedBatchNormStrategy(strategy, model=fbn.convert(cnn()))
+        return wrapped, wrapped.start(LocalGrid(app, 4), ArrayRecord(state), num_rounds=rounds)
 
-    strategy, result = run(private(), rounds=3, strategy=make())
+    strategy, result = private(3, [statistics_mod, mod], make())
     assert strategy.left_out == {}
     assert result.arrays["2.num_batches_tracked"].numpy() == 3
-    free, _ = run(client_app(lr=1.0), rounds=1)
-    clipped_once, _ = run(private(), rounds=1, strategy=make())
+    assert result.evaluate_metrics_clientapp[3]["ok"] == 1
+    free, _ = private(1, [], FedAvg())
+    clipped_once, _ = private(1, [statistics_mod, mod], make())
     assert torch.equal(clipped_once.shared["2"].mean, free.shared["2"].mean)
     if kind == "fixed":
-        change = [result.arrays[k].numpy() - v.numpy() for k, v in cnn().state_dict().items() if "bias" in k]
-        assert max(np.abs(c).max() for c in change) <= 0.03 + 1e-6
+        moved = [result.arrays[k].numpy() - v.numpy() for k, v in state.items() if "bias" in k]
+        assert max(np.abs(m).max() for m in moved) <= 0.03 + 1e-6
 
 
 def test_an_average_over_all_steps_counts_whole_steps():
@@ -584,3 +593,35 @@ def test_the_quorum_holds_for_a_model_without_statistics():
     _, result = run(client_app(make=flat, spoil=bad), make=flat, rounds=1, quorum=2)
     for name, value in flat().state_dict().items():
         np.testing.assert_array_equal(result.arrays[name].numpy(), value.numpy(), err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_a_strategy_forgets_a_round_that_came_out_not_finite():
+    """FedYogi's moments, after a client that sends what overflows when it is squared."""
+
+    def spoil(node, answer):
+        spoilt[node] = spoilt.get(node, 0) + 1
+        if node or spoilt[node] > 2:
+            return answer
+        return parameters(answer, "0.bias", np.full(4, 1e25, np.float32))
+
+    spoilt = {}
+    strategy, result = run(client_app(spoil=spoil), rounds=5, strategy=FedYogi(eta=0.1))
+    assert strategy.shared["2"].tracked == 3
+    assert all(np.isfinite(array.numpy()).all() for array in result.arrays.values())
+    assert np.isfinite(strategy.strategy.v_t["0.bias"]).all()
+
+
+def test_clients_that_saw_nothing_do_not_weaken_a_defense():
+    """Nine clients, two of them liars, two in evaluation mode: f stays 2."""
+    shared = {"bn": fbn.Running(torch.zeros(3), torch.ones(3))}
+    honest = [{"bn": fbn.Moments(10, 0.1 * i * torch.ones(3), torch.ones(3))} for i in range(5)]
+    liars = [{"bn": fbn.Moments(10, torch.full((3,), 1000.0), torch.ones(3))}] * 2
+    nothing = [{"bn": fbn.Moments(0, torch.zeros(3), torch.zeros(3))}] * 2
+    for rule in ("trimmed_mean", "nnm+median"):
+        alone, beside = (
+            fbn.merge(shared, clients, aggregator=fbn.defense(rule, 2)).statistics["bn"]
+            for clients in (honest + liars, honest + liars + nothing)
+        )
+        assert torch.equal(alone.mean, beside.mean)
+        assert beside.mean.abs().max() < 1

@@ -25,7 +25,7 @@ from flower_clients import change, client_app, cnn, run
 class Decaying(FedAvg):
     """A server whose rate is halved in every round."""
 
-    rate = 1.0
+    rate = np.float32(1)
 
     def configure_train(self, server_round, arrays, config, grid):
         self.rate, self.before = self.rate / 2, {k: a.numpy() for k, a in arrays.items()}
@@ -104,6 +104,24 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     assert list(result.train_metrics_clientapp) == [3]
     for name, array in whole.arrays.items():
         np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy(), err_msg=name)
+
+
+def test_the_good_file_stays_until_a_new_one_is_written(tmp_path, monkeypatch):
+    app, file = client_app(), tmp_path / "server.safetensors"
+    run(app, rounds=2, checkpoint=file)
+    good = (tmp_path / "server.safetensors.previous").read_bytes()
+    file.write_bytes(b"damaged")
+
+    def full(path, content):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("fedbatchnorm.adapters.checkpoint.write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(app, rounds=3, checkpoint=file)
+    monkeypatch.undo()
+    assert (tmp_path / "server.safetensors.previous").read_bytes() == good
+    _, result = run(app, rounds=3, checkpoint=file)
+    assert set(result.train_metrics_clientapp) == {2, 3}
 
 
 def test_rounds_that_change_nothing_count_as_done(tmp_path):

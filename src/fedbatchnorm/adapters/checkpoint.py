@@ -48,14 +48,16 @@ def write_checkpoint(
         first: the strategy's `plain_state` before the first round; what has changed since is saved.
     """
     tensors = {f"{_ARRAYS}{name}": array.numpy() for name, array in arrays.items()}
-    tensors |= {f"{_STRATEGY}{key}": value for key, value in _arrays_of(strategy).items()}
+    tensors |= {f"{_STRATEGY}{key}": value for key, value in arrays_of(strategy).items()}
     tensors = {name: np.array(value, order="C") for name, value in tensors.items()}
     changed = {k: v for k, v in plain_state(strategy).items() if k not in first or first[k] != v}
     facts = {"format": _FORMAT, "done": str(done), "strategy": _kinds(strategy), "plain": json.dumps(changed)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    write_bytes(fresh, save(tensors, facts | {"digest": _digest(tensors, facts)}))
     if path.exists():
         path.replace(_previous(path))
-    write_bytes(path, save(tensors, facts | {"digest": _digest(tensors, facts)}))
+    fresh.replace(path)
 
 
 def read_checkpoint(
@@ -63,7 +65,7 @@ def read_checkpoint(
 ) -> tuple[dict[str, np.ndarray], int] | None:
     """What was saved: arrays by name, and the rounds done; the strategy gets back what it remembered.
 
-    None if there is no file. A damaged file is passed over for the one before it; an error says what does not
+    None if there is no file. A damaged file is put aside for the one before it; an error says what does not
     fit if there is none, or if it was made with another model or strategy.
     """
     files = [file for file in (path, _previous(path)) if file.exists()]
@@ -90,8 +92,10 @@ def read_checkpoint(
     if facts["strategy"] != _kinds(strategy):
         other = f"{facts['strategy']}, not {_kinds(strategy)}"
         raise ValueError(f"{file} is of a run with {other}: delete it to start anew")
+    if problems:
+        path.replace(path.with_name(path.name + ".damaged"))
     saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)}
-    _remind(strategy, saved | json.loads(facts["plain"]))
+    restore(strategy, saved | json.loads(facts["plain"]))
     return {name: arrays[name] for name in like}, done
 
 
@@ -131,23 +135,30 @@ def _fits_json(value: Any) -> bool:
         return False
 
 
-def _arrays_of(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
+def arrays_of(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
     """attribute/kind/key -> array, for every attribute that is made of arrays."""
     found: dict[str, np.ndarray] = {}
     for name, value in vars(strategy).items():
         if isinstance(value, np.ndarray):
             found[f"{prefix}{name}/array/"] = value
+        elif isinstance(value, np.generic):
+            found[f"{prefix}{name}/number/"] = np.array(value)
         elif isinstance(value, dict) and value and all(isinstance(v, np.ndarray) for v in value.values()):
             found |= {f"{prefix}{name}/dict/{key}": v for key, v in value.items()}
         elif isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
             found |= {f"{prefix}{name}/list/{i:06d}": v for i, v in enumerate(value)}
         elif name == "strategy" and hasattr(value, "__dict__"):
-            found |= _arrays_of(value, f"{prefix}strategy/")
+            found |= arrays_of(value, f"{prefix}strategy/")
     return found
 
 
-def _remind(strategy: Any, saved: Mapping[str, Any]) -> None:
-    """Set the attributes that `_arrays_of` and `plain_state` found."""
+def snapshot(strategy: object) -> dict[str, Any]:
+    """What a strategy remembers, to be given to `restore`."""
+    return {key: value.copy() for key, value in arrays_of(strategy).items()} | plain_state(strategy)
+
+
+def restore(strategy: Any, saved: Mapping[str, Any]) -> None:
+    """Set the attributes that `snapshot` found."""
     made: dict[tuple[str, str], dict[str, Any]] = {}
     inner: dict[str, Any] = {}
     for key, value in saved.items():
@@ -160,7 +171,9 @@ def _remind(strategy: Any, saved: Mapping[str, Any]) -> None:
         ordered = [values[key] for key in sorted(values)]
         if kind == "state":
             getattr(strategy, name).load_state_dict(ordered[0])
+        elif kind == "number":
+            setattr(strategy, name, ordered[0][()])
         else:
             setattr(strategy, name, {"list": ordered, "dict": values}.get(kind, ordered[0]))
     if inner:
-        _remind(strategy.strategy, inner)
+        restore(strategy.strategy, inner)

@@ -23,7 +23,7 @@ from ..aggregation.verdicts import Verdict, judge
 from ..norm.exchange import statistics
 from ..norm.moments import Running, settings_problem
 from .arrays import Names, Parts, guessed_names, split, statistic_names
-from .checkpoint import plain_state, read_checkpoint, write_checkpoint
+from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapshot, write_checkpoint
 from .flower_client import load, reply, statistics_mod
 from .replies import MOST_EXAMPLES, MOST_STEPS, STATISTICS, Examined, Wanted, examine
 
@@ -177,11 +177,15 @@ class FederatedBatchNormStrategy(Strategy):
         used = self._used(server_round, answers)
         arrays, metrics = None, None
         if used is not None:
+            before = snapshot(self.strategy)
             arrays, metrics = self.strategy.aggregate_train(server_round, failures + used)
             if arrays is None:
                 log(WARNING, "round %s: the strategy returned no parameters: nothing changes", server_round)
-            elif not all(np.isfinite(array.numpy()).all() for array in arrays.values()):
-                log(WARNING, "round %s: parameters came out not finite: nothing changes", server_round)
+            elif not (
+                _finite(a.numpy() for a in arrays.values()) and _finite(arrays_of(self.strategy).values())
+            ):
+                log(WARNING, "round %s: it came out not finite: nothing changes", server_round)
+                restore(self.strategy, before)
                 arrays = None
             elif self.result is not None:
                 self.shared = self.result.statistics
@@ -273,6 +277,10 @@ def _log_left_out(server_round: int, verdicts: Mapping[Hashable, Verdict]) -> No
         where = f" in layer {verdict.layer}" if verdict.layer else ""
         text = f"{verdict.reason}{where} ({verdict.detail})"
         log(WARNING, "round %s: node %s left out: %s", server_round, node, text)
+
+
+def _finite(arrays: Iterable[np.ndarray]) -> bool:
+    return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
 def _attribute(strategy: object, name: str) -> Any:

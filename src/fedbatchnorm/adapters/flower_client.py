@@ -71,8 +71,12 @@ def reply(
     model = unwrapped(model)
     update = np.frombuffer(to_bytes(collect(model, group=group)), dtype=np.uint8)
     seen = ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
+    parameters = parameters_of(model)
+    for sent in message.content.array_records.values():
+        if sent.keys() == parameters.keys():
+            parameters = {name: parameters[name] for name in sent}  # in the order in which they came
     content: dict[str, Any] = {
-        arrays: ArrayRecord(parameters_of(model)),
+        arrays: ArrayRecord(parameters),
         "metrics": MetricRecord(dict(metrics)),
     }
     aside = _aside.get()
@@ -86,7 +90,7 @@ def statistics_mod(
     """A mod for a ClientApp: keeps statistics away from the mods that come after it.
 
     Mods such as `fixedclipping_mod` want one record of arrays and no more:
-    `ClientApp(mods=[statistics_mod, fixedclipping_mod])`.
+    `@app.train(mods=[statistics_mod, fixedclipping_mod])`.
     """
     if STATISTICS not in message.content.array_records:
         return call_next(message, context)

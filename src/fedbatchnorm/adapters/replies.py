@@ -43,8 +43,8 @@ class Wanted(NamedTuple):
 def examine(answers: list[Message], wanted: Wanted) -> Examined:
     """Look at each reply before any strategy does: a bad one is left out, and never an error.
 
-    What is handed on has one form: parameters in the order in which they were sent, records named as in most
-    replies, statistics apart.
+    What is handed on has one form: metrics, and parameters in the order in which they were sent, in records
+    named as in most replies.
     """
     found = Examined({}, {}, {}, {})
     forms = Counter(_form(message) for message in answers)
@@ -58,9 +58,10 @@ def examine(answers: list[Message], wanted: Wanted) -> Examined:
             _expect(_form(message) == usual, "schema", "other metrics than in most replies")
             _check_metrics(message, wanted)
             update, steps = _read(message.content) if wanted.statistics else (Update({}), 1)
-            content: dict[str, Any] = {**message.content.metric_records, **message.content.config_records}
+            content: dict[str, Any] = dict(message.content.metric_records)
             if wanted.parameters is not None:
-                content = {str(name): _parameters(message.content, wanted.parameters)} | content
+                _expect(name not in content, "schema", f"metrics in a record that is called {name}")
+                content[str(name)] = _parameters(message.content, wanted.parameters)
             message.content = RecordDict(content)
             found.replies[node], found.updates[node], found.steps[node] = message, update, steps
         except _LeftOutError as error:

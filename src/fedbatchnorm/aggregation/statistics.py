@@ -89,7 +89,8 @@ def merge(
     _check_arguments(shared, momentum, steps, quorum)
     verdicts = judge(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
-    aggregator, least = _for_the_rest(aggregator, len(clients) - len(used))
+    caught = [v for v in verdicts.values() if not v.used and v.reason != "empty"]  # seeing nothing is no lie
+    aggregator, least = _for_the_rest(aggregator, len(caught))
     notices: list[Notice] = []
     rows: dict[str, tuple[Hashable, ...]] = {}
     for name in shared:
