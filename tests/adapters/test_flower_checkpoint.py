@@ -120,6 +120,7 @@ def test_the_good_file_stays_until_a_new_one_is_written(tmp_path, monkeypatch):
         run(app, rounds=3, checkpoint=file)
     monkeypatch.undo()
     assert (tmp_path / "server.safetensors.previous").read_bytes() == good
+    assert (tmp_path / "server.safetensors.damaged").read_bytes() == b"damaged"
     _, result = run(app, rounds=3, checkpoint=file)
     assert set(result.train_metrics_clientapp) == {2, 3}
 
