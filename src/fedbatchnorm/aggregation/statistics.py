@@ -67,8 +67,8 @@ def merge(
         steps: local steps that the clients took in the round (the count-weighted mean if they
             differ); the round then weighs 1 - (1 - momentum)^steps.
         aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f liars takes who
-            is left out by a verdict for one of them, and needs more than twice as many clients as it still
-            expects to lie; with fewer the statistics stay as they were.
+            is left out by a verdict for one of them (not who has merely seen nothing), and needs more than
+            twice as many clients as it still expects to lie; with fewer the statistics stay as they were.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
         nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
