@@ -308,7 +308,8 @@ def test_a_model_without_batch_norm_trains_the_same_under_every_scheme():
 def test_cifar10_folded_equals_looped_and_the_loss_falls(scheme):
     settings = {"model": "cnn", "dataset": "cifar10", "clients": 10, "batch": 10, "rounds": 12}
     settings |= {"momentum": 0.5, "lr": 0.05, "beta": 0.5}
-    simulation, twin = federation(scheme, precision="float64", chunk=10, switch=1, **settings)
+    small = settings | {"batch": 3}
+    simulation, twin = federation(scheme, precision="float64", chunk=10, switch=1, **small)
     twin = twin()
     for _ in range(2):
         simulation.round()
