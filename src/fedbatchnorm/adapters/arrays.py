@@ -19,9 +19,8 @@ except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
 _FIELDS = ("running_mean", "running_var", "num_batches_tracked")
-Names = dict[
-    str, list[tuple[str, ...]]
-]  # layer -> its mean, variance and counter in a state_dict, wherever used
+# Layer -> the names of its mean, variance and counter in a state_dict, once for each place it is used in.
+Names = dict[str, list[tuple[str, ...]]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -51,7 +50,7 @@ def guessed_names(arrays: Iterable[str]) -> Names:
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a client sends back to be averaged: numbers with fractions that are no statistics."""
-    kept = {name for places in statistic_names(model).values() for names in places for name in names}
+    kept = _flat(statistic_names(model))
     state = model.state_dict().items()
     return {name: t.detach().cpu() for name, t in state if name not in kept and t.is_floating_point()}
 
@@ -104,11 +103,15 @@ def split(
         mean, var, tracked = (torch.from_numpy(arrays[name].numpy().copy()) for name in places[0])
         exact = statistics_dtype(mean)
         shared[layer] = Running(mean.to(exact), var.to(exact), int(tracked), *settings.get(layer, usual))
-    kept = {name for places in names.values() for triple in places for name in triple}
+    kept = _flat(names)
     rest = {name: array for name, array in arrays.items() if name not in kept}
     sent = {name: a for name, a in rest.items() if np.issubdtype(np.dtype(a.dtype), np.floating)}
     fixed = {name: array for name, array in rest.items() if name not in sent}
     return Parts(list(arrays), sent, fixed, names), shared
+
+
+def _flat(names: Names) -> set[str]:
+    return {name for places in names.values() for triple in places for name in triple}
 
 
 def _names(layer: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from safetensors.numpy import save
 from ..experiments.folder import write_bytes
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
+_NOT_JSON = object()
 
 
 def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
@@ -31,7 +32,8 @@ def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
             found[f"{prefix}{name}/state/"] = value.state_dict()
         else:
             found[f"{prefix}{name}/value/"] = value
-    return {key: json.loads(json.dumps(value)) for key, value in found.items() if _fits_json(value)}
+    copies = {key: _through_json(value) for key, value in found.items()}
+    return {key: copy for key, copy in copies.items() if copy is not _NOT_JSON}
 
 
 def write_checkpoint(
@@ -128,11 +130,13 @@ def _kinds(strategy: object) -> str:
     return type(strategy).__name__ + (f" of {_kinds(inner)}" if inner is not None else "")
 
 
-def _fits_json(value: Any) -> bool:
+def _through_json(value: Any) -> Any:
+    """A copy that is equal, or `_NOT_JSON` where JSON cannot hold it."""
     try:
-        return json.loads(json.dumps(value)) == value
+        copy = json.loads(json.dumps(value))
+        return copy if copy == value else _NOT_JSON
     except (TypeError, ValueError):
-        return False
+        return _NOT_JSON
 
 
 def arrays_of(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:

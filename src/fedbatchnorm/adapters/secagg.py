@@ -179,9 +179,7 @@ class SecAggBatchNorm(Strategy):
         if len(results) < self._quorum:
             return self._nothing(server_round, f"{len(results)} clients are in the sum")
         weight = sum(res.num_examples for _, res in results)
-        arrays = parameters_to_ndarrays(
-            results[0][1].parameters
-        )  # SecAgg+'s average, the same in all of them
+        arrays = parameters_to_ndarrays(results[0][1].parameters)  # the average, the same in all of them
         cut = len(self._names)
         if len(arrays) != cut + 3 * len(self.shared):
             return self._nothing(server_round, f"{len(arrays)} arrays are in the sum")
