@@ -1,8 +1,8 @@
 """Rounds on a GPU: folded FBN against plain centralised BatchNorm, a loop over clients, and the machine.
 
     python benchmarks/gpu.py                 # ms per round of every way, in one run
-    python benchmarks/gpu.py --growth        # and how cost grows with the number of clients
     python benchmarks/gpu.py --profile       # and what an FBN round's time goes to
+    python benchmarks/gpu.py --growth        # instead, how cost grows with the number of clients
 
 10 clients with 50 images each and the paper's network. Contenders take turns, in random order, at many rounds
 in a row; figures are medians over turns. Nothing waits for the GPU within a turn.
@@ -203,13 +203,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=7, help="turns of every contender")
     parser.add_argument("--rounds", type=int, default=30, help="rounds in a turn")
-    parser.add_argument("--growth", action="store_true", help="also against the number of clients")
+    parser.add_argument("--growth", action="store_true", help="instead, against the number of clients")
     parser.add_argument("--profile", action="store_true", help="also what an FBN round's time goes to")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
+    content = {"growth": growth(args.rounds)} if args.growth else rounds_of_every_way(args)
+    if args.json:
+        args.json.write_text(json.dumps(result(args, "cuda") | content, indent=1) + "\n")
+
+
+def rounds_of_every_way(args):
     peaks = {"TF32": peak(torch.float32), "bf16": peak(torch.bfloat16)}
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix products: "
@@ -234,12 +240,7 @@ def main():
             print(f"\n{precision}: {whole:.2f} ms in {calls:.0f} kernels")
             for row in rows[:25]:
                 print(f"  {row['ms']:>7.3f} ms {row['calls']:>6.1f} x {row['kernel'][:100]}")
-    if args.json:
-        args.json.write_text(json.dumps(result(args, "cuda") | content, indent=1) + "\n")
-    if args.growth:
-        content["growth"] = growth(args.rounds)
-        if args.json:
-            args.json.write_text(json.dumps(result(args, "cuda") | content, indent=1) + "\n")
+    return content
 
 
 if __name__ == "__main__":

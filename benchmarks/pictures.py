@@ -38,7 +38,7 @@ def flower(results: Path) -> Figure:
 @styled
 def growth(results: Path) -> Figure:
     """Time and memory of a round on a GPU against the number of clients."""
-    rows = json.loads((results / "gpu-h200.json").read_text())["growth"]
+    rows = json.loads((results / "growth-h200.json").read_text())["growth"]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
     for axis, label, read in (

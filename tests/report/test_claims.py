@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from fedbatchnorm.experiments.config import Run
 from fedbatchnorm.experiments.folder import Result
 from fedbatchnorm.report.claims import ACCURACY_CLAIMS, RING_CLAIMS, judge_comparison, judge_rings
-from fedbatchnorm.report.groups import Spread, comparisons, rings, sieges
+from fedbatchnorm.report.groups import ALONE, NO_ATTACK, Spread, comparisons, rings, sieges
 from fedbatchnorm.report.liars import LIAR_CLAIMS, judge_siege
 from fedbatchnorm.simulation.ring import Ring
 
@@ -129,11 +129,12 @@ STRONGER = LIARS | {("naive", "calm"): (0.3, 0.4)}
 HARMLESS = dict.fromkeys(LIARS, (0.85, 0.85)) | {("fbn", "nnm+median"): (0.6, 0.7)}
 
 
-def siege_results(world, attack):
+def siege_results(world, attack, **heterogeneity):
     found = []
     for (scheme, kind), curve in world.items():
-        lies = {} if kind == "calm" else {"byzantine": 3, "attack": attack, "defense": kind}
-        run = Run(scheme=scheme, gamma=0.0, **lies)
+        lies = {"byzantine": 3, "attack": attack, "defense": kind}
+        lies = {"calm": {}, "alone": {"clients": 7}}.get(kind, lies)
+        run = Run(scheme=scheme, **{"gamma": 0.0} | heterogeneity | lies)
         rows = [{"round": 150 * (i + 1), "accuracy": a} for i, a in enumerate(curve)]
         summary = {"accuracy": curve[-1], "best_accuracy": max(curve)}
         found.append(Result(Path(f"{scheme}-{kind}"), run, rows, summary, [{}], None))
@@ -144,7 +145,7 @@ def siege_results(world, attack):
 def test_the_paper_s_numbers_agree_with_its_claims_on_liars(attack, world):
     (siege,) = sieges(siege_results(world, attack))
     findings = judge_siege(siege)
-    assert len(findings) == sum(attack in attacks for attacks, _ in LIAR_CLAIMS)
+    assert len(findings) == sum(attack in row.attacks for row in LIAR_CLAIMS)
     assert [f.claim.says for f in findings if f.agrees is not True] == []
 
 
@@ -153,6 +154,28 @@ def test_harmless_liars_and_a_poor_defence_do_not(attack):
     (siege,) = sieges(siege_results(HARMLESS, attack))
     alike = "Defended naive is like naive without attack: both poor."
     assert [f.claim.says for f in judge_siege(siege) if f.agrees] == ([alike] if attack == "sf" else [])
+
+
+@pytest.mark.parametrize("rule", ["nnm+median", "nnm+trimmed_mean"])
+def test_the_appendix_is_held_against_what_is_said_of_all_alone(rule):
+    world = {(scheme, rule if "nnm" in kind else kind): curve for (scheme, kind), curve in LIARS.items()}
+    (siege,) = sieges(siege_results(world, "sf", partition="dirichlet", gamma=0.5, alpha=0.1))
+    findings = judge_siege(siege)
+    assert [f.claim.where for f in findings] == ["section 5", "introduction"]
+    assert [f.agrees for f in findings] == [True, True]
+
+
+def test_as_many_clients_without_liars_stand_beside_and_decide_nothing():
+    world = LIARS | {("naive", "nnm+median"): (0.3, 0.4), ("naive", "alone"): (0.3, 0.41)}
+    found = siege_results(world, "sf")
+    (siege,) = sieges(found)
+    assert (("Naive BN", ALONE)) in siege.lines()
+    assert siege.spread("Naive BN", NO_ATTACK, 0.0).mean == 0.2
+    (finding,) = [f for f in judge_siege(siege) if f.claim.says.startswith("Defended naive is like")]
+    assert finding == finding._replace(
+        measured="gamma 0: defended 40.0, undisturbed 20.0, the honest alone 41.0", agrees=False
+    )
+    assert sorted(g.figure() for g in comparisons(found)) == ["Accuracy", "Figure 3"]
 
 
 def test_claims_on_liars_say_nothing_where_runs_are_missing():

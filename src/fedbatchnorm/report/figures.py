@@ -16,7 +16,17 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..simulation.schemes import SCHEMES
-from .groups import NO_ATTACK, NO_DEFENSE, Comparison, Rings, Siege, Spread, ring_distances, shared_curves
+from .groups import (
+    ALONE,
+    NO_ATTACK,
+    NO_DEFENSE,
+    Comparison,
+    Rings,
+    Siege,
+    Spread,
+    ring_distances,
+    shared_curves,
+)
 
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS, LINES = "sovDP^X", ("--", "-", "-.", ":", "-", "--", "-.")
@@ -147,7 +157,7 @@ def siege_figure(siege: Siege) -> Figure:
     levels = siege.levels()
     figure = Figure(figsize=(max(4.2 * len(levels), 6.4), 4.1), layout="constrained")
     panels = figure.subplots(1, len(levels), squeeze=False)[0]
-    strokes = {NO_ATTACK: "--", NO_DEFENSE: ":", siege.example.defense: "-"}
+    strokes = {NO_ATTACK: "--", ALONE: (0, (8, 1, 1, 1)), NO_DEFENSE: ":", siege.example.defense: "-"}
     for axis, letter, level in zip(panels, "abcdefgh", levels, strict=False):
         for title, kind in siege.lines():
             rounds, curves = shared_curves(siege.cells.get((title, kind, level), []))

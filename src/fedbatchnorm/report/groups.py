@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..experiments.catalogue import FIGURES
@@ -11,10 +12,13 @@ from ..simulation.recipe import ADVERSARY
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
 
+_CLIENTS = 10  # in the paper
 Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' results, seed 0 first
 
 
 NO_ATTACK, NO_DEFENSE = "no attack", "no defence"
+ALONE = "the honest alone"  # no attack, and no more clients than are honest under attack
+_CALM = (NO_ATTACK, ALONE)
 
 
 class Spread(NamedTuple):
@@ -57,7 +61,8 @@ class Comparison(NamedTuple):
 
     def figure(self) -> str:
         """Which of the paper's figures this is."""
-        return {"gamma": "Figure 3", "alpha": "Figure 5"}.get(self.parameter or "", "Accuracy")
+        figures = {"gamma": "Figure 3", "alpha": "Figure 5"} if self.example.clients == _CLIENTS else {}
+        return figures.get(self.parameter or "", "Accuracy")
 
     def levels(self) -> list[float | None]:
         """The levels, from alike to heterogeneous."""
@@ -101,7 +106,7 @@ def comparisons(results: list[Result]) -> list[Comparison]:
 class Siege(NamedTuple):
     """Training runs under one attack with one defense, beside the undefended and the undisturbed ones.
 
-    cells: (scheme's title, NO_ATTACK, NO_DEFENSE or the defense, level) -> the seeds' results.
+    cells: (scheme's title, NO_ATTACK, ALONE, NO_DEFENSE or the defense, level) -> the seeds' results.
     """
 
     example: Run
@@ -110,12 +115,12 @@ class Siege(NamedTuple):
 
     def levels(self) -> list[float | None]:
         """The levels at which the attack was run, from alike to heterogeneous."""
-        found = {level for _, kind, level in self.cells if kind != NO_ATTACK}
+        found = {level for _, kind, level in self.cells if kind not in _CALM}
         return sorted(found, key=lambda v: -(v or 0))
 
     def lines(self) -> list[tuple[str, str]]:
         """(scheme's title, kind), in the order in which they are drawn."""
-        kinds = (NO_ATTACK, NO_DEFENSE, self.example.defense)
+        kinds = (*_CALM, NO_DEFENSE, self.example.defense)
         found = {(title, kind) for title, kind, _ in self.cells}
         return sorted(found, key=lambda line: (*_rank(line[0]), kinds.index(line[1])))
 
@@ -156,12 +161,15 @@ def sieges(results: list[Result]) -> list[Siege]:
         siege = found[key] = Siege(run, parameter, {})
         for other, result in runs:
             same = (other.byzantine, other.attack, other.targets_struck()) == key[1:4]
-            kind = NO_ATTACK if other.is_plain() else NO_DEFENSE if other.defense == "none" else other.defense
-            fits = kind == NO_ATTACK or (same and kind in (NO_DEFENSE, run.defense))
-            if fits and other.scheme != "centralized" and _shared(other, ignored) == shared:
+            alone = other.is_plain() and run.byzantine and other.clients == run.honest()
+            kind = ALONE if alone else NO_ATTACK if other.is_plain() else other.defense
+            kind = NO_DEFENSE if kind == "none" else kind
+            fits = kind in _CALM or (same and kind in (NO_DEFENSE, run.defense))
+            like = replace(other, clients=run.clients) if alone else other
+            if fits and other.scheme != "centralized" and _shared(like, ignored) == shared:
                 cell = (_label(other), kind, other.heterogeneity()[1])
                 siege.cells.setdefault(cell, []).append(result)
-        struck = {label for label, kind, _ in siege.cells if kind != NO_ATTACK}
+        struck = {label for label, kind, _ in siege.cells if kind not in _CALM}
         found[key] = siege._replace(cells={k: v for k, v in siege.cells.items() if k[0] in struck})
     return list(found.values())
 

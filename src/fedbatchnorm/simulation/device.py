@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fuse import fused_inductor
+
 _WARM_UP = 3
 _RECOMPILATIONS = 256  # torch's limit is for one run, and a process makes many
 
@@ -61,7 +63,7 @@ def arithmetic(device: torch.device, precision: str) -> Iterator[None]:
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled, once for a process: runs after the first find it ready."""
-    fast = torch.compile(function, dynamic=False)
+    fast = torch.compile(function, dynamic=False, backend=fused_inductor)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..norm.convert import conversion_problem
-from ..norm.moments import Moments, Running
+from ..norm.fused import operator
+from ..norm.moments import Moments, Running, normalise
 from .schemes import Phase
 
 
@@ -26,16 +27,23 @@ class FoldedNorm(_BatchNorm):
     phase: Phase
     clients: int
     seen: list[Moments | None]
+    fused = False  # whether compiled passes normalise and measure as one operator
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training, each client's part of the batch as the phase says."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        clients = 1 if self.phase.union else self.clients
-        y, moments = self.phase.normalise(
-            input, self.running(), clients=clients, weight=self.weight, bias=self.bias
-        )
+        clients, running = 1 if self.phase.union else self.clients, self.running()
+        fused = self.fused and self.phase.normalise is normalise and input.dim() in (2, 4)
+        if fused and torch.compiler.is_compiling():
+            constants = running.mean, running.var, self.weight, self.bias
+            y, *seen = operator(input, None, *constants, self.eps, clients, False, False)
+            moments = Moments(input.numel() // input.shape[1] // clients, *seen)
+        else:
+            y, moments = self.phase.normalise(
+                input, running, clients=clients, weight=self.weight, bias=self.bias
+            )
         self.seen.append(moments)
         return y
 
@@ -98,7 +106,7 @@ def unfold(model: nn.Module) -> nn.Module:
     """Make every FoldedNorm of `model` the BatchNorm it was, in place, and return the model."""
     for layer in model.modules():
         if isinstance(layer, FoldedNorm):
-            for name in ("phase", "clients", "seen"):
+            for name in ("phase", "clients", "seen", "fused"):
                 layer.__dict__.pop(name, None)
             layer.__class__ = type(layer).plain  # pyrefly: ignore
     return model

@@ -4,7 +4,7 @@ A scheme is a choice of what a client normalises with in training, and of what i
 Everything else (the simulator, the experiments, the figures, the tests) runs over the table `SCHEMES`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,28 +154,36 @@ def average_rows(
     return aggregator(means), aggregator(variances)
 
 
-def share_side_by_side(phase: Phase, layers: Mapping[str, tuple[Running, Moments]]) -> dict[str, Running]:
+def share_side_by_side(
+    phase: Phase, layers: Mapping[str, tuple[Running, Moments]], call: Callable[..., Any]
+) -> dict[str, Running]:
     """Each layer's next statistics; layers that saw equally many values take one set of operations.
 
     Args:
         phase: how the scheme shares.
         layers: layer name -> statistics before the round, and the clients' moments (n, c).
+        call: (function, *arguments) -> its result; may compile the function.
     """
-    assert phase.share is not None
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, (running, seen) in layers.items():
         alike.setdefault((seen.count, running.momentum, running.mean.dtype, seen.mean.dtype), []).append(name)
     after: dict[str, Running] = {}
     for names in alike.values():
         running, seen = zip(*(layers[name] for name in names), strict=True)
-        old, new = (
-            [torch.cat([getattr(x, field) for x in rows], dim=-1) for field in ("mean", "var")]
-            for rows in (running, seen)
-        )
-        side_by_side = running[0]._replace(mean=old[0], var=old[1])
-        merged = phase.share(side_by_side, seen[0]._replace(mean=new[0], var=new[1]))
-        after |= zip(names, split_layers(running, merged.mean, merged.var), strict=True)
+        new = split_layers(running, *call(_next_values, phase.share, running, seen))
+        after |= zip(names, new, strict=True)
     return after
+
+
+def _next_values(share: Share, running: Sequence[Running], seen: Sequence[Moments]) -> tuple[Tensor, Tensor]:
+    """The next means and variances of layers that saw equally many values, side by side."""
+    m, v, means, variances = (
+        torch.cat([getattr(x, field) for x in rows], dim=-1)
+        for rows in (running, seen)
+        for field in ("mean", "var")
+    )
+    new = share(running[0]._replace(mean=m, var=v), seen[0]._replace(mean=means, var=variances))
+    return new.mean, new.var
 
 
 _NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)

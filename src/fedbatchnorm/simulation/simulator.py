@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from ..data.datasets import Dataset, Split
 from .byzantine import client_gradients, server_rule, share_robustly, with_lies
@@ -50,6 +51,12 @@ def class_scores(model: nn.Module, x: Tensor, dtype: torch.dtype, half: bool) ->
     """The model's output, (N, classes); `half` computes in bfloat16 where that does no harm."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
         return model(x).to(dtype)
+
+
+def model_inputs(data: Dataset, x: Tensor, channels_last: bool) -> Tensor:
+    """What the model is fed for stored samples."""
+    x = data.inputs(x)
+    return x.to(memory_format=torch.channels_last) if channels_last else x
 
 
 class Simulation:
@@ -118,6 +125,9 @@ class Simulation:
                 self._replay = Replay(self._work, self.state)
         self.data = data.to(self.device, dtype)
         self.layers = fold(self.model, recipe.beta)
+        fused = self._compile and on_gpu and has_triton() and "gradients" not in recipe.targets_struck()
+        for layer in self.layers.values():
+            layer.fused = fused
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.velocity = [torch.zeros_like(p) for p in self.parameters]
         if "gradients" in recipe.targets_struck():  # then no mean stands for the clients' momenta
@@ -253,7 +263,7 @@ class Simulation:
         if not seen:
             return
         if self.recipe.is_plain():
-            after = share_side_by_side(phase, seen)
+            after = share_side_by_side(phase, seen, self._call)
         else:
             after = share_robustly(phase, seen, self.recipe, self.step)
         load_all(self.layers, after)
@@ -262,8 +272,7 @@ class Simulation:
         return compiled(function)(*args) if self._compile else function(*args)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        x = self.data.inputs(x)
-        return x.to(memory_format=torch.channels_last) if self._compile and x.dim() == 4 else x
+        return self._call(model_inputs, self.data, x, self._compile and x.dim() == 4)
 
     def _half(self) -> bool:
         return self.recipe.precision == "bf16"

@@ -1,0 +1,185 @@
+"""Bias, ReLU, normalising with constants, ReLU, and measuring, as one operator: one pass over memory.
+
+Federated BatchNorm normalises with shared running statistics, which are constants. So nothing has to be
+known about a whole batch before its first value can be written, and what surrounds the layer goes along:
+
+    u = z + shift;  x = relu(u) or u;  y = (x - mean) * rstd * weight + bias;  out = relu(y) or y
+
+and the mean and biased variance of x per client and channel are measured as the values go by. The backward
+pass computes u, x and y again from z. On a CUDA GPU the kernels are Triton's (`kernels`); elsewhere the
+operator is the same formula, step by step.
+"""
+
+import torch
+from torch import Tensor
+
+from .reduce import mean_and_variance, statistics_dtype
+
+
+def relu_normalise(
+    z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
+    *, eps: float, clients: int, before: bool, after: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Add a bias, cut off at zero, normalise with constants, cut off again, and measure: in one pass.
+
+    Gradients flow to z, shift, weight and bias; not to mean and var, nor through what was measured.
+
+    Args:
+        z: (clients * batch, c, h, w), best in channels_last memory, or (clients * batch, c); the clients'
+            samples lie one after another.
+        shift: (c,) or None; the bias of the convolution before.
+        mean: (c,), the shared running mean.
+        var: (c,), the shared running variance.
+        weight: (c,) or None.
+        bias: (c,) or None.
+        eps: added to var.
+        clients: how many clients share `z`.
+        before: whether a ReLU comes before normalising; what it gives is what is measured.
+        after: whether a ReLU comes after.
+
+    Returns:
+        The output in z's type and in channels_last memory, and the mean and biased variance of each
+        client's normalisation input, (clients, c), in float32 or better.
+
+    Example:
+        >>> z = torch.tensor([[-2.0], [3.0], [5.0], [5.0]])
+        >>> settings = {"eps": 0.0, "clients": 2, "before": True, "after": False}
+        >>> y, u, s = relu_normalise(z, None, torch.ones(1), torch.full((1,), 4.0), None, None, **settings)
+        >>> y.flatten().tolist(), u.flatten().tolist(), s.flatten().tolist()
+        ([-0.5, 1.0, 2.0, 2.0], [1.5, 5.0], [2.25, 0.0])
+    """
+    if z.dim() not in (2, 4):
+        raise ValueError(f"input must be (batch, channels) or (batch, channels, h, w), got {tuple(z.shape)}")
+    if clients < 1 or z.shape[0] % clients:
+        raise ValueError(f"a batch of {z.shape[0]} does not split into {clients} equal clients")
+    return operator(z, shift, mean, var, weight, bias, eps, clients, before, after)
+
+
+@torch.library.custom_op("fedbatchnorm::relu_normalise", mutates_args=())
+def operator(
+    z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, clients: int, before: bool, after: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`relu_normalise` as torch's operator, which compiled code sees as one node."""
+    outputs = _empty_outputs(z, clients)
+    if z.numel() == 0:
+        return outputs[0], outputs[1].zero_(), outputs[2].zero_()
+    z, vectors = _channels_last(z), _contiguous(shift, mean, var, weight, bias)
+    if z.device.type == "cuda":
+        from . import kernels  # Triton comes with torch for CUDA alone
+
+        kernels.forward(z, vectors, outputs, eps=eps, clients=clients, before=before, after=after)
+        return outputs
+    _, x, _, y = _steps(z, vectors, eps, before)
+    outputs[0].copy_(y.relu() if after else y)
+    for place, value in zip(outputs[1:], mean_and_variance(x, clients), strict=True):
+        place.copy_(value)
+    return outputs
+
+
+@torch.library.custom_op("fedbatchnorm::relu_normalise_backward", mutates_args=())
+def _operator_backward(
+    gradient: Tensor, z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
+    bias: Tensor | None, eps: float, before: bool, after: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of z, and those of shift, weight and bias as the rows of (3, c)."""
+    outputs = _empty_gradients(z)
+    if z.numel() == 0:
+        return outputs[0], outputs[1].zero_()
+    gradient, z, vectors = (
+        _channels_last(gradient),
+        _channels_last(z),
+        _contiguous(shift, mean, var, weight, bias),
+    )
+    if z.device.type == "cuda":
+        from . import kernels
+
+        kernels.backward(gradient, z, vectors, outputs, eps=eps, before=before, after=after)
+        return outputs
+    u, _, normalised, y = _steps(z, vectors, eps, before)
+    g = gradient.to(y.dtype)
+    g = g.masked_fill(y <= 0, 0) if after else g
+    over = [0, *range(2, z.dim())]
+    factor = (var.to(y.dtype) + eps).rsqrt()
+    dz = g * _over_channels(factor if weight is None else factor * weight, z)
+    dz = dz.masked_fill(u <= 0, 0) if before else dz
+    outputs[0].copy_(dz)
+    torch.stack([dz.sum(over), (g * normalised).sum(over), g.sum(over)], out=outputs[1])
+    return outputs
+
+
+Vectors = list[Tensor | None]  # shift, mean, var, weight, bias
+
+
+def _steps(z: Tensor, vectors: Vectors, eps: float, before: bool) -> tuple[Tensor, ...]:
+    """u, x, x normalised, y: each line of the formula, in float32 or better."""
+    z = z.to(statistics_dtype(z))
+    shift, mean, var, weight, bias = (
+        None if v is None else _over_channels(v.to(z.dtype), z) for v in vectors
+    )
+    u = z if shift is None else z + shift
+    x = u.relu() if before else u
+    normalised = (x - mean) * (var + eps).rsqrt()  # pyrefly: ignore
+    y = normalised if weight is None else normalised * weight
+    return u, x, normalised, y if bias is None else y + bias
+
+
+def _over_channels(vector: Tensor, like: Tensor) -> Tensor:
+    return vector.view(-1, *[1] * (like.dim() - 2))
+
+
+@operator.register_fake
+def _(z, shift, mean, var, weight, bias, eps, clients, before, after):
+    return _empty_outputs(z, clients)
+
+
+@_operator_backward.register_fake
+def _(gradient, z, shift, mean, var, weight, bias, eps, before, after):
+    return _empty_gradients(z)
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    *tensors, eps, _clients, before, after = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.settings = eps, before, after
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    z, shift, mean, var, weight, bias = ctx.saved_tensors
+    out, sums = _operator_backward(gradient, z, shift, mean, var, weight, bias, *ctx.settings)
+    for_shift, for_weight, for_bias = (
+        None if t is None else s.to(t.dtype) for s, t in zip(sums, (shift, weight, bias), strict=True)
+    )
+    return out, for_shift, None, None, for_weight, for_bias, None, None, None, None
+
+
+operator.register_autograd(_gradients, setup_context=_keep_for_backward)
+
+
+def _empty_outputs(z: Tensor, clients: int) -> tuple[Tensor, Tensor, Tensor]:
+    seen = (clients, z.shape[1])
+    dtype = statistics_dtype(z)
+    return _empty(z), z.new_empty(seen, dtype=dtype), z.new_empty(seen, dtype=dtype)
+
+
+def _empty_gradients(z: Tensor) -> tuple[Tensor, Tensor]:
+    return _empty(z), z.new_empty((3, z.shape[1]), dtype=statistics_dtype(z))
+
+
+def _empty(z: Tensor) -> Tensor:
+    """As z, in the layout that is written, whatever that of z."""
+    return torch.empty(z.shape, dtype=z.dtype, device=z.device, memory_format=_layout(z))
+
+
+def _channels_last(z: Tensor) -> Tensor:
+    return z.contiguous(memory_format=_layout(z))
+
+
+def _layout(z: Tensor) -> torch.memory_format:
+    return torch.channels_last if z.dim() == 4 else torch.contiguous_format
+
+
+def _contiguous(*vectors: Tensor | None) -> Vectors:
+    """The kernels read vectors without looking at their strides."""
+    return [v if v is None else v.contiguous() for v in vectors]

@@ -1,0 +1,200 @@
+"""Before a pass is compiled for a GPU: its graph, rewritten where the compiler takes more time than it needs.
+
+The compiler fuses what is computed value by value, but it goes over an activation once more for every sum.
+FBN's statistics, ReLU and bias, and all their gradients, need one pass each way (`norm.fused`). So that
+operator takes over the ReLU before or after it, and the convolution's bias; where there is no ReLU, it
+becomes the plain formula, which the compiler fuses with whatever else is there. Three more things are
+written otherwise: a convolution of very few channels, pooling by twos, and flattening before a linear layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from ..norm.fused import operator
+from ..norm.moments import Running, normalise
+
+_RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_CONVOLUTION = {F.conv2d, torch.conv2d}
+_LINEAR = {F.linear, torch._C._nn.linear}
+_BIAS = 2  # its place among a convolution's arguments
+_POOLING = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+_FROM_THE_FIRST = ((1, {}), (1, -1, {}))  # what flattens all but the batch
+_SMALL_PATCH = 64  # values
+_REWRITTEN = "cuda"  # the kind of device that graphs are rewritten for
+
+
+def fused_inductor(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile: torch's own, after the graph has been rewritten where that is faster."""
+    from torch._inductor.compile_fx import compile_fx
+
+    fused = take_over_neighbours(module.graph)
+    if any(isinstance(x, Tensor) and x.device.type == _REWRITTEN for x in example_inputs):
+        convolve_by_patches(module.graph)
+        flatten_as_it_lies(module.graph)
+        if fused:  # else the compiler does better with torch's pooling
+            pool_by_twos(module.graph)
+    module.recompile()
+    return compile_fx(module, example_inputs)  # pyrefly: ignore
+
+
+def take_over_neighbours(graph: fx.Graph) -> int:
+    """Give each normalisation the ReLU beside it; returns how many took one over.
+
+    Args:
+        graph: as torch.compile's front end makes it; changed in place.
+    """
+    taken = 0
+    for node in [n for n in graph.nodes if n.target in (operator, operator._opoverload)]:
+        z, shift, *vectors, eps, clients, _, _ = node.args
+        output = next((user for user in node.users if user.args[1:] == (0,)), None)
+        following = list(output.users) if output is not None else []
+        before = z.target in _RELU and list(z.users) == [node] and not _changes_what_others_see(z)
+        after = len(following) == 1 and following[0].target in _RELU
+        if not (before or after):
+            node.target, node.args = _step_by_step, (z, *vectors, eps, clients)
+            continue
+        taken += 1
+        inner = z.args[0] if before else z
+        if inner.target in _CONVOLUTION and len(inner.users) == 1 and inner.args[_BIAS:]:
+            shift = inner.args[_BIAS]
+            inner.update_arg(_BIAS, None)
+        node.args = (inner, shift, *vectors, eps, clients, before, after)
+        if before:
+            graph.erase_node(z)
+        if after:
+            following[0].replace_all_uses_with(output)
+            graph.erase_node(following[0])
+    return taken
+
+
+def _changes_what_others_see(relu: fx.Node) -> bool:
+    """Whether a ReLU works in place on a value that is also used elsewhere."""
+    named = isinstance(relu.target, str) and relu.target.endswith("_")
+    in_place = (
+        named
+        or relu.target in (F.relu_, torch.relu_)
+        or relu.kwargs.get("inplace")
+        or relu.args[1:] == (True,)
+    )
+    return bool(in_place) and len(relu.all_input_nodes[0].users) > 1
+
+
+def _step_by_step(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, clients: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, seen = normalise(x, Running(mean, var, eps=eps), clients=clients, weight=weight, bias=bias)
+    return y, seen.mean, seen.var
+
+
+def convolve_by_patches(graph: fx.Graph) -> int:
+    """Make the first convolution, of an image's few channels, a matrix product; returns how many there were.
+
+    A library's kernels are made for many channels. The patches that the product needs are small here.
+    """
+    made = 0
+    for node in [n for n in graph.nodes if n.target in _CONVOLUTION and len(n.args) == 7]:
+        x, weight, bias, stride, padding, dilation, groups = node.args
+        image, kernel = _value(x), _value(weight)
+        if image is None or kernel is None or image.requires_grad or isinstance(padding, str):
+            continue
+        small = image.dim() == 4 and kernel.shape[1] <= 4 and kernel[0].numel() <= _SMALL_PATCH
+        if small and groups == 1 and set(dilation) == {1}:
+            node.target, node.args = _product_of_patches, (x, weight, bias, stride, padding)
+            made += 1
+    return made
+
+
+def _product_of_patches(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]
+) -> Tensor:
+    """A convolution, by way of (pixels, values of a patch) times (values of a patch, channels)."""
+    channels, _, height, width = weight.shape
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    patches = x.unfold(2, height, stride[0]).unfold(3, width, stride[1]).permute(0, 2, 3, 4, 5, 1)
+    filling = (0, -weight[0].numel() % 8)  # rows that memory likes
+    rows = F.pad(patches.flatten(3).flatten(0, 2), filling)
+    y = rows @ F.pad(weight.permute(0, 2, 3, 1).flatten(1), filling).t()
+    y = y.view(*patches.shape[:3], channels).permute(0, 3, 1, 2)
+    return y if bias is None else y + bias.view(-1, 1, 1)
+
+
+def flatten_as_it_lies(graph: fx.Graph) -> int:
+    """Turn the weights of a linear layer, and not the activations, where channels lie last in memory.
+
+    Returns how many layers there were. Flattened as the model says, an activation is written all over again.
+    """
+    made = 0
+    for node in [n for n in graph.nodes if n.target in _LINEAR and n.args]:
+        flat = node.args[0]
+        if (
+            flat.target not in ("flatten", torch.flatten)
+            or (*flat.args[1:], flat.kwargs) not in _FROM_THE_FIRST
+        ):
+            continue
+        image = _value(flat.args[0])
+        if image is None or image.dim() != 4 or not image.is_contiguous(memory_format=torch.channels_last):
+            continue
+        node.target, node.args = _linear_of_image, (flat.args[0], *node.args[1:])
+        made += 1
+        if not flat.users:
+            graph.erase_node(flat)
+    return made
+
+
+def _linear_of_image(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer on a flattened image, both with channels last."""
+    turned = weight.unflatten(1, x.shape[1:]).permute(0, 2, 3, 1).flatten(1)
+    return F.linear(x.permute(0, 2, 3, 1).flatten(1), turned, bias)
+
+
+def pool_by_twos(graph: fx.Graph) -> int:
+    """Write max-pooling of 2 x 2 without overlap out; returns how many there were."""
+    made = 0
+    for node in [n for n in graph.nodes if n.target in (F.max_pool2d, torch.max_pool2d)]:
+        given = dict(zip(_POOLING, node.args, strict=False)) | node.kwargs
+        image, size = _value(given["input"]), given["kernel_size"]
+        if image is None or image.dim() != 4 or image.shape[2] % 2 or image.shape[3] % 2:
+            continue
+        shape = [size, given.get("stride") or size, given.get("padding", 0), given.get("dilation", 1)]
+        pairs = [[v, v] if isinstance(v, int) else list(v) for v in shape]
+        if pairs == [[2, 2], [2, 2], [0, 0], [1, 1]] and not (
+            given.get("ceil_mode") or given.get("return_indices")
+        ):
+            node.target, node.args, node.kwargs = _PoolByTwos.apply, (given["input"],), {}
+            made += 1
+    return made
+
+
+class _PoolByTwos(torch.autograd.Function):
+    """The largest of each 2 x 2 values, and which of them it was: the first among equals, NaN above all."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        four = [x[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+        largest, place = four[0], torch.zeros_like(four[0], dtype=torch.uint8)
+        for i, value in enumerate(four[1:], 1):
+            larger = (value > largest) | value.isnan()
+            largest, place = torch.where(larger, value, largest), torch.where(larger, i, place)
+        ctx.save_for_backward(place)
+        return largest
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        (place,) = ctx.saved_tensors
+        corner = torch.arange(4, dtype=torch.uint8, device=place.device).view(
+            2, 1, 2
+        )  # (2, 1, 2): rows, -, columns
+        place, gradient = (t[:, :, :, None, :, None] for t in (place, gradients[0]))
+        spread = torch.where(place == corner, gradient, 0)  # (n, c, h, 2, w, 2)
+        return spread.flatten(4, 5).flatten(2, 3).contiguous(memory_format=torch.channels_last)
+
+
+def _value(node: Any) -> FakeTensor | None:
+    """What the front end knows of a node's value; None where it is mapped over clients."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, FakeTensor) else None

@@ -1,0 +1,259 @@
+"""Graphs rewritten before they are compiled compute what they computed: values and gradients, in float64."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from fedbatchnorm.norm.fused import operator
+from fedbatchnorm.simulation import fuse, models
+from fedbatchnorm.simulation.recipe import Recipe
+from fedbatchnorm.simulation.simulator import Simulation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_cuda import images
+from twin import Twin
+
+
+class Norm(nn.Module):
+    """FBN as one operator, with statistics that are not trivial."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 2.0, channels))
+        self.bias = nn.Parameter(torch.linspace(0.5, -0.5, channels))
+        self.register_buffer("mean", torch.linspace(-0.3, 0.4, channels))
+        self.register_buffer("var", torch.linspace(0.5, 2.0, channels))
+
+    def forward(self, x):
+        y, *seen = operator(x, None, self.mean, self.var, self.weight, self.bias, 1e-5, 2, False, False)
+        self.seen = seen
+        return y
+
+
+class KeywordFlatten(nn.Module):
+    """Flattens rows and columns apart from the batch and the last axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+
+    def forward(self, x):
+        return self.linear(torch.flatten(x, 1, end_dim=2))
+
+
+class Functional(nn.Module):
+    """conv, ReLU, norm, ReLU, written in other words than modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 3), Norm(5)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x).relu()))
+
+
+class Shared(nn.Module):
+    """The ReLU's output and the normalised values are also used elsewhere: neither may go."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 3), Norm(5)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        y = self.norm(x)
+        return x + F.relu(y) * y
+
+
+class SharedConvolution(nn.Module):
+    """The ReLU goes, but the convolution's output is used twice, and so its bias stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 3), Norm(5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x * self.norm(F.relu(x))
+
+
+class SharedInPlace(nn.Module):
+    """A ReLU in place changes what the other user of its input sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 3), Norm(5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        y = self.norm(F.relu(x, inplace=True))
+        return x + y
+
+
+def check(model, rewrite, x=None):
+    """Compile `model` with `rewrite` applied, and hold it against the model; returns what `rewrite` did."""
+    torch.manual_seed(0)
+    model = model.double().to(memory_format=torch.channels_last)
+    if x is None:
+        x = torch.randint(-2, 3, (4, 3, 8, 8)).double()  # many values are equal
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+    done = []
+
+    def backend(module, inputs):
+        done.append(rewrite(module.graph))
+        module.graph.lint()
+        module.recompile()
+        return aot_eager(module, inputs)
+
+    found = []
+    for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        model.zero_grad()
+        y = run(x)
+        y.square().mean().backward()
+        seen = [t for m in model.modules() if isinstance(m, Norm) for t in m.seen]
+        found.append([y, *seen, *(p.grad.clone() for p in model.parameters())])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch._dynamo.reset()
+    (count,) = done
+    return count
+
+
+@pytest.mark.parametrize(
+    ("model", "taken"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), Norm(5)), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True), Norm(5)), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), Norm(5), nn.ReLU()), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3), Norm(5), nn.ReLU(inplace=True)), 1),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.ReLU(), Norm(5)), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), Norm(5), nn.Tanh()), 0),
+        (Functional, 1),
+        (Shared, 0),
+        (SharedConvolution, 1),
+        (SharedInPlace, 0),
+    ],
+    ids=[
+        "before",
+        "in place",
+        "after",
+        "after, in place",
+        "linear",
+        "none",
+        "functional",
+        "shared",
+        "bias",
+        "shared, in place",
+    ],
+)
+def test_neighbours_are_taken_over(model, taken):
+    assert check(model(), fuse.take_over_neighbours) == taken
+
+
+def test_a_bias_that_others_need_stays():
+    graphs = []
+
+    def keep(graph):
+        taken = fuse.take_over_neighbours(graph)
+        graphs.append(next(n for n in graph.nodes if n.target is operator._opoverload))
+        return taken
+
+    check(SharedConvolution(), keep)
+    check(Functional(), keep)
+    assert [node.args[1] is None for node in graphs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("convolution", "made"),
+    [
+        (lambda: nn.Conv2d(3, 5, 3), 1),
+        (lambda: nn.Conv2d(3, 5, 3, padding=1, bias=False), 1),
+        (lambda: nn.Conv2d(3, 5, (2, 3), stride=(2, 1), padding=(0, 2)), 1),
+        (lambda: nn.Conv2d(3, 5, 3, padding="same"), 0),
+        (lambda: nn.Conv2d(3, 5, 3, dilation=2), 0),
+        (lambda: nn.Conv2d(3, 6, 3, groups=3), 0),
+        (lambda: nn.Conv2d(3, 5, 5), 0),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3, groups=1), nn.Conv2d(5, 4, 3)), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), 1),
+    ],
+    ids=["plain", "padded", "strides", "same", "dilated", "groups", "large", "channels", "gradient"],
+)
+def test_the_first_convolution_is_a_product_of_patches(convolution, made):
+    assert check(convolution(), fuse.convolve_by_patches) == made
+
+
+@pytest.mark.parametrize(
+    ("pool", "made"),
+    [
+        (lambda: nn.MaxPool2d(2), 1),
+        (lambda: nn.MaxPool2d((2, 2), stride=(2, 2)), 1),
+        (lambda: nn.MaxPool2d(2, stride=1), 0),
+        (lambda: nn.MaxPool2d(2, padding=1), 0),
+        (lambda: nn.MaxPool2d(2, dilation=2), 0),
+        (lambda: nn.MaxPool2d(2, ceil_mode=True), 0),
+        (lambda: nn.MaxPool2d(3), 0),
+        (lambda: nn.MaxPool2d((2, 1)), 0),
+        (lambda: nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(2), nn.MaxPool2d(2)), 2),
+    ],
+    ids=["2", "pairs", "overlap", "padding", "dilation", "ceil", "3", "2 x 1", "odd"],
+)
+def test_pooling_by_twos_is_written_out(pool, made):
+    x = torch.randint(-2, 3, (4, 3, 12, 12)).double()
+    assert check(nn.Sequential(nn.Conv2d(3, 4, 1), pool()), fuse.pool_by_twos, x) == made
+
+
+def test_pooling_follows_torch_among_equals_and_without_a_number():
+    x = torch.tensor([[1.0, 1, 2, 3], [1, 1, torch.nan, 2], [0, -1, 5, 5], [-1, 0, 4, 5]]).view(1, 1, 4, 4)
+    found = []
+    for pool in (F.max_pool2d, lambda x, size: fuse._PoolByTwos.apply(x)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, 2)
+        y.backward(torch.tensor([[[[1.0, 2], [3, 4]]]]))
+        found.append((y, leaf.grad))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("head", "made"),
+    [
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5 * 36, 7)), 1),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5 * 36, 7, bias=False)), 1),
+        (lambda: nn.Sequential(nn.Flatten(1, 2), nn.Linear(6, 7)), 0),
+        (lambda: nn.Sequential(nn.AdaptiveAvgPool2d((2, 3)), nn.Flatten(), nn.Linear(30, 7)), 1),
+        (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(36, 7)), 0),
+        (KeywordFlatten, 0),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(5 * 36, 7)), 0),
+    ],
+    ids=["bias", "no bias", "partly", "pooled", "planes", "keyword", "apart"],
+)
+def test_an_image_is_flattened_as_it_lies(head, made):
+    assert check(nn.Sequential(nn.Conv2d(3, 5, 3), head()), fuse.flatten_as_it_lies) == made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["cnn", "mlp", "resnet20"])
+def test_fused_rounds_equal_the_loop_over_clients(model, monkeypatch):
+    """As on a GPU, with all that is rewritten there."""
+    monkeypatch.setattr(fuse, "_REWRITTEN", "cpu")
+    recipe = Recipe(scheme="fbn", clients=4, batch=5, rounds=3, precision="float64")
+    nets = [models.build(model, (3, 8, 8), 10, seed=0) for _ in range(2)]
+    for module in [m for net in nets for m in net.modules() if isinstance(m, nn.Dropout)]:
+        module.p = 0.0
+    parts = np.array_split(np.arange(200), 4)
+    twin = Twin(nets[0], images(), parts, recipe)
+    simulation = Simulation(nets[1], images(), parts, recipe, engine="compiled", chunk=4)
+    for layer in simulation.layers.values():
+        layer.fused = True
+    for _ in range(3):
+        simulation.round()
+        twin.round()
+    assert simulation.engine == "compiled"
+    for name, value in simulation.model.state_dict().items():
+        torch.testing.assert_close(value, twin.model.state_dict()[name], rtol=1e-9, atol=1e-11)
