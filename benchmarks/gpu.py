@@ -232,7 +232,8 @@ def rounds_of_every_way(args):
         )
     if importlib.util.find_spec("byzfl") is None:
         print("  byzfl's clients: no row, byzfl is not installed here")
-    content = {"peak": peaks, "operations": operations(), "ms": found, "turns": times, "rounds": args.rounds}
+    content = {"peak": peaks, "operations": operations(), "ms": found}
+    content |= {"turns": args.turns, "rounds": args.rounds, "times": times}
     if args.profile:
         content["profile"] = {precision: profile(precision) for precision in ("tf32", "bf16")}
         for precision, rows in content["profile"].items():

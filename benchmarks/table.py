@@ -90,7 +90,7 @@ def origin(result, rounds):
     machine = result["machine"]
     return (
         f"\n### {machine['name']}\n\ntorch {machine['torch']}, {machine['threads']} threads, {rounds}"
-        f"commit {result['commit']}.\n\n"
+        f"commit {result['commit']}." + (f" {result['note']}" if "note" in result else "") + "\n\n"
     )
 
 
@@ -158,11 +158,12 @@ def gpu_rounds(result):
         "of peak",
     ]
     measured = ", ".join(f"{kind} {rate / 1e12:.0f}" for kind, rate in peaks.items())
-    text = origin(result, f"{len(next(iter(result['turns'].values())))} turns of {result['rounds']} rounds, ")
+    text = origin(result, f"{result['turns']} turns of {result['rounds']} rounds, ")
     text += f"Matrix products of 8192 x 8192: {measured} TFLOP/s; a round's own arithmetic: "
     text += f"{result['operations'] / 1e12:.2f} TFLOP.\n\n" + table(header, rows)
     if "profile" in result:
-        text += "\nWhat an FBN round's time goes to, in ms (and kernels):\n\n"
+        what = f": {result['profile_of']}" if "profile_of" in result else ""
+        text += f"\nWhat an FBN round's time goes to, in ms (and kernels){what}:\n\n"
         kinds = {precision: kernel_kinds(kernels) for precision, kernels in result["profile"].items()}
         names = list(next(iter(kinds.values())))
         rows = [[name, *(f"{k[name][0]:.2f} ({k[name][1]:.0f})" for k in kinds.values())] for name in names]
@@ -206,7 +207,9 @@ def exactness(result):
 
 def page():
     def sections(pattern, section):
-        return "".join(section(json.loads(f.read_text())) for f in sorted(RESULTS.glob(pattern)))
+        return "".join(
+            section(json.loads(f.read_text())) for f in sorted(RESULTS.glob(pattern), key=lambda f: f.stem)
+        )
 
     text = HEAD + LAYERS + sections("layer-*.json", layers)
     text += ROUNDS + sections("round-*.json", federated_rounds)

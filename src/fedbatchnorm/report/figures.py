@@ -155,8 +155,11 @@ def siege_figure(siege: Siege) -> Figure:
     An attacked run breaks down or does not, so single seeds are drawn, thin, and their median, thick.
     """
     levels = siege.levels()
-    figure = Figure(figsize=(max(4.2 * len(levels), 6.4), 4.1), layout="constrained")
-    panels = figure.subplots(1, len(levels), squeeze=False)[0]
+    columns = 2 if len(levels) == 4 else len(levels)
+    rows = len(levels) // columns
+    size = (max(4.2 * columns, 6.4), 3.1 * rows + 1)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
     strokes = {NO_ATTACK: "--", ALONE: (0, (8, 1, 1, 1)), NO_DEFENSE: ":", siege.example.defense: "-"}
     for axis, letter, level in zip(panels, "abcdefgh", levels, strict=False):
         for title, kind in siege.lines():
@@ -165,9 +168,12 @@ def siege_figure(siege: Siege) -> Figure:
                 _threads(axis, title, rounds, curves, f"{title}, {kind}", linestyle=strokes[kind])
         name = "iid" if level is None else f"{siege.parameter} = {level:g}"
         axis.set(title=f"({letter}) {name}", xlabel="round", ylim=(0, 100))
-    panels[0].set_ylabel("test accuracy (%)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    for axis in panels[::columns]:
+        axis.set_ylabel("test accuracy (%)")
+    drawn = [dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True)) for axis in panels]
+    names = [name for name in (f"{t}, {k}" for t, k in siege.lines()) if any(name in d for d in drawn)]
+    handles = [next(d[name] for d in drawn if name in d) for name in names]
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
