@@ -9,8 +9,8 @@ in a row; figures are medians over turns. Nothing waits for the GPU within a tur
 """
 
 import argparse
+import copy
 import gc
-import importlib.util
 import json
 import statistics
 import time
@@ -79,6 +79,44 @@ class PlainEager(Centralised):
             super().round()
 
 
+class Byzfl:
+    """byzfl as its users run it: a Client object after another, a DataLoader each, flat gradients."""
+
+    def __init__(self, model, data, parts, recipe, device):
+        from byzfl import Client, Server
+        from byzfl.fed_framework import models as known
+        from torch.utils.data import DataLoader, TensorDataset
+
+        known.ours = lambda: copy.deepcopy(model)  # it looks models up by name
+        images = TensorDataset(data.inputs(data.train.x), data.train.y)
+        learning = {
+            "learning_rate": recipe.lr,
+            "weight_decay": 0.0,
+            "milestones": [],
+            "learning_rate_decay": 1.0,
+        }
+        shared = {"model_name": "ours", "device": device} | learning
+        own = {"loss_name": "CrossEntropyLoss", "LabelFlipping": False, "nb_labels": 10}
+        own |= {"momentum": recipe.momentum, "store_per_client_metrics": False}
+
+        def loader(part):
+            return DataLoader(torch.utils.data.Subset(images, part), recipe.batch, shuffle=True)
+
+        self.clients = [Client(shared | own | {"training_dataloader": loader(part)}) for part in parts]
+        average = {"aggregator_info": {"name": "Average", "parameters": {}}, "pre_agg_list": []}
+        self.server = Server(shared | average | {"test_loader": loader(parts[0]), "optimizer_name": "SGD"})
+
+    def round(self):
+        for client in self.clients:
+            client.compute_gradients()
+        self.server.update_model_with_gradients(
+            [client.get_flat_gradients_with_momentum() for client in self.clients]
+        )
+        state = self.server.get_dict_parameters()
+        for client in self.clients:
+            client.set_model_state(state)
+
+
 def made(kind, clients=CLIENTS, batch=BATCH, data=None, recipe=None, **options):
     data = data or dataset(SHAPE)
     recipe = Recipe(**{"scheme": "fbn", "clients": clients, "batch": batch} | (recipe or {}))
@@ -89,7 +127,7 @@ def made(kind, clients=CLIENTS, batch=BATCH, data=None, recipe=None, **options):
 def contenders():
     robust = {"byzantine": 3, "attack": "sf", "defense": "nnm+median"}
     bf16 = {"precision": "bf16"}
-    return {
+    rows = {
         "FBN, TF32": lambda: made(Simulation),
         "FBN, bf16": lambda: made(Simulation, recipe=bf16),
         "FBN, TF32, eager": lambda: made(Simulation, engine="eager"),
@@ -104,6 +142,15 @@ def contenders():
             Simulation, recipe=robust | {"targets": "all"}
         ),
     }
+    return rows | ({"byzfl, clients one after another": lambda: made(Byzfl)} if _has_byzfl() else {})
+
+
+def _has_byzfl():
+    try:
+        import byzfl  # noqa: F401
+    except Exception:  # it may be there, and what it needs not fit this torch
+        return False
+    return True
 
 
 def milliseconds(contender, rounds):
@@ -230,8 +277,8 @@ def rounds_of_every_way(args):
             f"  {name:<58} {ms:>7.2f} ms {ms / plain[kind]:>6.2f} x plain {100 * share:>5.1f}% of peak",
             flush=True,
         )
-    if importlib.util.find_spec("byzfl") is None:
-        print("  byzfl's clients: no row, byzfl is not installed here")
+    if not _has_byzfl():
+        print("  byzfl's clients: no row, byzfl cannot be imported here")
     content = {"peak": peaks, "operations": operations(), "ms": found}
     content |= {"turns": args.turns, "rounds": args.rounds, "times": times}
     if args.profile:

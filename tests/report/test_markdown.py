@@ -39,6 +39,13 @@ def test_a_page_of_one_s_own_runs(tmp_path):
     assert "| FBN, gamma 0 |" in text
 
 
+def test_every_comparison_has_a_picture_of_its_own(tmp_path):
+    run_all([Run(rounds=4, lr=lr, clients=c) for lr in (0.1, 0.2) for c in (5, 10)], tmp_path)
+    text = write_markdown(tmp_path, page=tmp_path / "own.md").read_text()
+    names = re.findall(r"\(own/(.*?\.svg)\)", text)
+    assert len(names) == len(set(names)) == len({(tmp_path / "own" / n).read_bytes() for n in names}) == 4
+
+
 def test_nothing_to_write_about_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no finished run"):
         write_markdown(tmp_path, page=tmp_path / "own.md")

@@ -53,10 +53,10 @@ def write_markdown(*places: Path, page: Path) -> Path:
     groups, besieged = comparisons(results), sieges(results)
     what = ", ".join(sorted({f"{g.example.dataset}, {g.example.rounds} rounds" for g in groups}))
     head = _HEAD.format(runs=len(training), what=what or "none without liars")
-    parts = [head, _claims(results, groups, besieged)]
+    parts, taken = [head, _claims(results, groups, besieged)], set[str]()
     for ring in rings(results)[:1]:
-        parts.append(_section("Figure 1: separability", figures.figure1(ring), pictures, "fig1"))
-        parts.append(_section("Figure 2: normalisation", figures.figure2(ring), pictures, "fig2"))
+        parts.append(_section("Figure 1: separability", figures.figure1(ring), pictures, "fig1", taken))
+        parts.append(_section("Figure 2: normalisation", figures.figure2(ring), pictures, "fig2", taken))
         distances = "Mean distance of the normalised points from the centralised ones:\n\n"
         parts.append(distances + table(*ring_table(ring)))
     for group in groups:
@@ -64,7 +64,7 @@ def write_markdown(*places: Path, page: Path) -> Path:
         borrowed = counterpart(group, groups) if group.parameter == "alpha" else None
         picture = figures.accuracy_figure(group, borrowed)
         slug = f"{name.lower().replace('figure ', 'fig')}-{group.example.dataset}-{group.example.precision}"
-        parts.append(_section(f"{name}: {group.title()}", picture, pictures, slug))
+        parts.append(_section(f"{name}: {group.title()}", picture, pictures, slug, taken))
         parts.append(table(*final_table(group, _cell)))
     for siege in besieged:
         run = siege.example
@@ -75,7 +75,7 @@ def write_markdown(*places: Path, page: Path) -> Path:
         title = (
             f"{number}{': ' if number else ''}{siege.name()} ({siege.parameter or 'iid'}, {run.precision})"
         )
-        parts.append(_section(title, figures.siege_figure(siege), pictures, slug))
+        parts.append(_section(title, figures.siege_figure(siege), pictures, slug, taken))
         header, rows = siege_table(siege, _cell)
         parts.append(table(["", *header[1:]], rows))
     parts += [_precisions(groups), _coverage(training), _machines(training)]
@@ -93,8 +93,12 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
     )
 
 
-def _section(title: str, picture: figures.Figure, folder: Path, name: str) -> str:
+def _section(title: str, picture: figures.Figure, folder: Path, name: str, taken: set[str]) -> str:
+    """A picture under a title; a name that is taken gets a number."""
     folder.mkdir(parents=True, exist_ok=True)
+    alike = sum(other == name or other.startswith(f"{name}-no") for other in taken)
+    name = f"{name}-no{alike + 1}" if alike else name
+    taken.add(name)
     (folder / f"{name}.svg").write_text(figures.svg(picture, standalone=True), encoding="utf-8")
     return f"## {title}\n\n![{title}]({folder.name}/{name}.svg)\n"
 
