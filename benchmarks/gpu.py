@@ -24,7 +24,7 @@ from round import Centralised, Loop, dataset
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.device import Replay, arithmetic, compiled, own_random_state, set_seed
 from fedbatchnorm.simulation.recipe import Recipe, stream
-from fedbatchnorm.simulation.simulator import Simulation, draw, weighted_loss
+from fedbatchnorm.simulation.simulator import Simulation, draw, model_inputs, weighted_loss
 
 CLIENTS, BATCH, SHAPE = 10, 50, (3, 32, 32)
 CONVOLUTIONS = [(3, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16)]  # channels in, out, size
@@ -43,7 +43,7 @@ class PlainCompiled(Centralised):
         self.replay = Replay(self.work, state)
 
     def work(self, name, rate, index):
-        x = self.data.inputs(self.data.train.x[index]).to(memory_format=torch.channels_last)
+        x = compiled(model_inputs)(self.data, self.data.train.x[index], True)
         half = self.recipe.precision == "bf16"
         loss = compiled(weighted_loss)(self.model, x, self.data.train.y[index], self.weights, half)
         loss.backward()

@@ -45,8 +45,9 @@ ON_A_GPU = """
 10 clients with 50 images each and the paper's network; `python benchmarks/gpu.py` measures it on your
 machine. On a CUDA GPU the simulator compiles its passes and replays a whole round as a CUDA graph. Plain
 centralised is torch's own BatchNorm on the merged batch, compiled and captured in the same way, with the same
-rewriting of the first convolution and of flattening. FBN is faster since it normalises with constants: bias,
-ReLU, normalisation and statistics are one pass over memory forward and one backward. byzfl 0.0.11,
+rewriting of the first convolution and of flattening; pooling is rewritten where it stands beside fused FBN,
+since elsewhere that is slower. Most of FBN's lead is that it normalises with constants: bias, ReLU,
+normalisation and statistics are one pass over memory forward and one backward. byzfl 0.0.11,
 as its users run it, was measured once at 42.9 ms on the same kind of GPU; it is not installed where this was
 measured, so that column compares two runs. Per cent of peak is the round's arithmetic against the matrix
 product of the same machine and precision.

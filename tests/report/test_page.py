@@ -27,7 +27,7 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    short = {"rounds": 6, "evaluate_every": 2, "clients": 10}
+    short = {"rounds": 6, "evaluate_every": 2, "clients": 5}
     configs = [Ring(scheme=s, gamma=g, rounds=5) for s in SCHEMES for g in (0.0, 1.0)]
     configs += [
         Run(scheme=s, gamma=g, seed=i, **short) for s in SCHEMES for g in (0.0, 0.3) for i in range(2)

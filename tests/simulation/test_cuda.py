@@ -49,6 +49,7 @@ def test_a_folded_round_equals_the_loop_over_clients(scheme, model, engine):
         simulation.round()
         twin.round()
     assert simulation.engine == {"auto": "CUDA graphs", "eager": "eager"}[engine]
+    assert {layer.fused for layer in simulation.layers.values()} == {engine == "auto"}
     for name, value in simulation.model.state_dict().items():
         torch.testing.assert_close(value.cpu(), twin.model.state_dict()[name], rtol=1e-8, atol=1e-10)
 

@@ -36,6 +36,23 @@ class Norm(nn.Module):
         return y
 
 
+class KeywordReLU(nn.Module):
+    def forward(self, x):
+        return F.relu(input=x)
+
+
+class Convolution(nn.Module):
+    """A convolution whose settings are written as the function allows them."""
+
+    def __init__(self, *settings):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(30, 3, 3, 3)), nn.Parameter(torch.randn(30))
+        self.settings = settings
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias, *self.settings)
+
+
 class KeywordFlatten(nn.Module):
     """Flattens rows and columns apart from the batch and the last axis."""
 
@@ -83,6 +100,54 @@ class SharedConvolution(nn.Module):
         return x * self.norm(F.relu(x))
 
 
+class Written(nn.Module):
+    """A model whose forward is written in a function."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 5, 3), Norm(5), nn.Linear(180, 7)
+        self.how = forward
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+def changed_after_the_relu(model, x):
+    y = model.conv(x) * 2
+    z = F.relu(y)
+    y += 1
+    return model.norm(z) * y
+
+
+def relu_in_place_on_a_part(model, x):
+    y = model.conv(x) * 2
+    return model.norm(F.relu(y[:, :5], inplace=True)) + y
+
+
+def changed_after_flattening(model, x):
+    h = torch.flatten(model.conv(x), 1)
+    F.relu_(h)
+    return model.linear(h)
+
+
+def image_changed_after_flattening(model, x):
+    y = model.conv(x) * 2
+    h = torch.flatten(y, 1)
+    y += 1
+    return model.linear(h) + y.mean()
+
+
+def measured_and_not_used(model, x):
+    y = model.conv(x)
+    model.norm(F.relu(y))
+    return y
+
+
+def flat_used_twice(model, x):
+    h = torch.flatten(model.conv(x), 1)
+    return model.linear(h) + h.sum()
+
+
 class SharedInPlace(nn.Module):
     """A ReLU in place changes what the other user of its input sees."""
 
@@ -116,8 +181,8 @@ def check(model, rewrite, x=None):
         model.zero_grad()
         y = run(x)
         y.square().mean().backward()
-        seen = [t for m in model.modules() if isinstance(m, Norm) for t in m.seen]
-        found.append([y, *seen, *(p.grad.clone() for p in model.parameters())])
+        seen = [t for m in model.modules() for t in getattr(m, "seen", [])]
+        found.append([y, *seen, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     torch._dynamo.reset()
@@ -138,6 +203,10 @@ def check(model, rewrite, x=None):
         (Shared, 0),
         (SharedConvolution, 1),
         (SharedInPlace, 0),
+        (lambda: Written(changed_after_the_relu), 0),
+        (lambda: Written(relu_in_place_on_a_part), 0),
+        (lambda: Written(measured_and_not_used), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3), KeywordReLU(), Norm(5)), 1),
     ],
     ids=[
         "before",
@@ -150,6 +219,10 @@ def check(model, rewrite, x=None):
         "shared",
         "bias",
         "shared, in place",
+        "changed",
+        "a part",
+        "not used",
+        "keyword",
     ],
 )
 def test_neighbours_are_taken_over(model, taken):
@@ -172,17 +245,34 @@ def test_a_bias_that_others_need_stays():
 @pytest.mark.parametrize(
     ("convolution", "made"),
     [
-        (lambda: nn.Conv2d(3, 5, 3), 1),
-        (lambda: nn.Conv2d(3, 5, 3, padding=1, bias=False), 1),
-        (lambda: nn.Conv2d(3, 5, (2, 3), stride=(2, 1), padding=(0, 2)), 1),
-        (lambda: nn.Conv2d(3, 5, 3, padding="same"), 0),
-        (lambda: nn.Conv2d(3, 5, 3, dilation=2), 0),
-        (lambda: nn.Conv2d(3, 6, 3, groups=3), 0),
-        (lambda: nn.Conv2d(3, 5, 5), 0),
-        (lambda: nn.Sequential(nn.Conv2d(3, 5, 3, groups=1), nn.Conv2d(5, 4, 3)), 1),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), 1),
+        (lambda: nn.Conv2d(3, 30, 3), 1),
+        (lambda: nn.Conv2d(3, 30, 3, padding=1, bias=False), 1),
+        (lambda: nn.Conv2d(3, 30, (2, 3), stride=(2, 1), padding=(0, 2)), 1),
+        (lambda: Convolution(1, 1, 1, 1), 1),
+        (lambda: Convolution((2,), (1,), (1,), 1), 1),
+        (lambda: Convolution(2), 0),
+        (lambda: nn.Conv2d(3, 30, 3, padding="same"), 0),
+        (lambda: nn.Conv2d(3, 30, 3, dilation=2), 0),
+        (lambda: nn.Conv2d(3, 30, 3, groups=3), 0),
+        (lambda: nn.Conv2d(3, 26, 3), 0),
+        (lambda: nn.Sequential(nn.Conv2d(3, 30, 3), nn.Conv2d(30, 4, 3)), 1),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 40, 3)), 1),
     ],
-    ids=["plain", "padded", "strides", "same", "dilated", "groups", "large", "channels", "gradient"],
+    ids=[
+        *(
+            "plain",
+            "padded",
+            "strides",
+            "numbers",
+            "single",
+            "defaults",
+            "same",
+            "dilated",
+            "groups",
+            "small",
+        ),
+        *("channels", "gradient"),
+    ],
 )
 def test_the_first_convolution_is_a_product_of_patches(convolution, made):
     assert check(convolution(), fuse.convolve_by_patches) == made
@@ -229,18 +319,48 @@ def test_pooling_follows_torch_among_equals_and_without_a_number():
         (lambda: nn.Sequential(nn.AdaptiveAvgPool2d((2, 3)), nn.Flatten(), nn.Linear(30, 7)), 1),
         (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(36, 7)), 0),
         (KeywordFlatten, 0),
+        (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 7)), 0),
         (lambda: nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(5 * 36, 7)), 0),
     ],
-    ids=["bias", "no bias", "partly", "pooled", "planes", "keyword", "apart"],
+    ids=["bias", "no bias", "partly", "pooled", "planes", "keyword", "one pixel", "apart"],
 )
 def test_an_image_is_flattened_as_it_lies(head, made):
     assert check(nn.Sequential(nn.Conv2d(3, 5, 3), head()), fuse.flatten_as_it_lies) == made
 
 
+@pytest.mark.parametrize("how", [changed_after_flattening, image_changed_after_flattening, flat_used_twice])
+def test_what_is_flat_and_used_otherwise_stays_flat(how):
+    assert check(Written(how), fuse.flatten_as_it_lies) == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_in_bfloat16_stay_in_bfloat16(bias):
+    weight, shift = torch.randn(30, 3, 3, 3), torch.randn(30) if bias else None
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fuse._product_of_patches(torch.randn(2, 3, 8, 8), weight, shift, (1, 1), (1, 1))
+    assert y.dtype == torch.bfloat16
+
+
+REWRITES = ("take_over_neighbours", "convolve_by_patches", "flatten_as_it_lies", "pool_by_twos")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["cnn", "mlp", "resnet20"])
-def test_fused_rounds_equal_the_loop_over_clients(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "rewritten"), [("cnn", [4, 1, 1, 2]), ("mlp", [2, 0, 1, 0]), ("resnet20", [10, 0, 0, 0])]
+)
+def test_fused_rounds_equal_the_loop_over_clients(model, rewritten, monkeypatch):
     """As on a GPU, with all that is rewritten there."""
+    done = dict.fromkeys(REWRITES, 0)
+
+    def counted(name, rewrite):
+        def count(graph):
+            done[name] = max(done[name], rewrite(graph))
+            return done[name]
+
+        return count
+
+    for name in REWRITES:
+        monkeypatch.setattr(fuse, name, counted(name, getattr(fuse, name)))
     monkeypatch.setattr(fuse, "_REWRITTEN", "cpu")
     recipe = Recipe(scheme="fbn", clients=4, batch=5, rounds=3, precision="float64")
     nets = [models.build(model, (3, 8, 8), 10, seed=0) for _ in range(2)]
@@ -255,5 +375,6 @@ def test_fused_rounds_equal_the_loop_over_clients(model, monkeypatch):
         simulation.round()
         twin.round()
     assert simulation.engine == "compiled"
+    assert list(done.values()) == rewritten
     for name, value in simulation.model.state_dict().items():
         torch.testing.assert_close(value, twin.model.state_dict()[name], rtol=1e-9, atol=1e-11)

@@ -48,10 +48,6 @@ def relu_normalise(
         >>> y.flatten().tolist(), u.flatten().tolist(), s.flatten().tolist()
         ([-0.5, 1.0, 2.0, 2.0], [1.5, 5.0], [2.25, 0.0])
     """
-    if z.dim() not in (2, 4):
-        raise ValueError(f"input must be (batch, channels) or (batch, channels, h, w), got {tuple(z.shape)}")
-    if clients < 1 or z.shape[0] % clients:
-        raise ValueError(f"a batch of {z.shape[0]} does not split into {clients} equal clients")
     return operator(z, shift, mean, var, weight, bias, eps, clients, before, after)
 
 
@@ -158,6 +154,10 @@ operator.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 
 def _empty_outputs(z: Tensor, clients: int) -> tuple[Tensor, Tensor, Tensor]:
+    if z.dim() not in (2, 4):
+        raise ValueError(f"input must be (batch, channels) or (batch, channels, h, w), got {tuple(z.shape)}")
+    if clients < 1 or z.shape[0] % clients:
+        raise ValueError(f"a batch of {z.shape[0]} does not split into {clients} equal clients")
     seen = (clients, z.shape[1])
     dtype = statistics_dtype(z)
     return _empty(z), z.new_empty(seen, dtype=dtype), z.new_empty(seen, dtype=dtype)

@@ -104,7 +104,14 @@ def with_constants(x: Tensor, running: Running, weight: Tensor | None, bias: Ten
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
     if not (torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())):
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
-    scale = (var.to(statistics_dtype(x)) + running.eps).rsqrt()
+    return written_out(x, mean, var, weight, bias, running.eps)
+
+
+def written_out(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`with_constants` in operations that a compiler fuses with their neighbours."""
+    scale = (var.to(statistics_dtype(x)) + eps).rsqrt()
     y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 

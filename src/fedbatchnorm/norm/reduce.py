@@ -26,7 +26,7 @@ def mean_and_variance(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
         clients: how many clients share `x`, one after another.
     """
     if torch.compiler.is_compiling():
-        return _in_one_go(x, clients)
+        return in_one_go(x, clients)
     return _Reduce.apply(x, clients) if in_transform() else _Reduce.forward(x, clients)
 
 
@@ -53,7 +53,7 @@ class _Reduce(torch.autograd.Function):
         if x.device.type == "cpu":
             means, variances = zip(*map(_one_client, x.chunk(clients)), strict=True)
             return torch.stack(means), torch.stack(variances)
-        return _in_one_go(x, clients)
+        return in_one_go(x, clients)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -83,7 +83,7 @@ def _in_float64(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     return mean.view_as(var).to(dtype), var.to(dtype)
 
 
-def _in_one_go(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
+def in_one_go(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per client and channel in one reduction, (clients, c) each."""
     x = x.to(statistics_dtype(x)).unflatten(0, (clients, -1))
     dims = [1, *range(3, x.dim())]

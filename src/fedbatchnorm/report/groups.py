@@ -61,8 +61,11 @@ class Comparison(NamedTuple):
 
     def figure(self) -> str:
         """Which of the paper's figures this is."""
-        figures = {"gamma": "Figure 3", "alpha": "Figure 5"} if self.example.clients == _CLIENTS else {}
-        return figures.get(self.parameter or "", "Accuracy")
+        return {"gamma": "Figure 3", "alpha": "Figure 5"}.get(self.parameter or "", "Accuracy")
+
+    def fewer(self) -> str:
+        """How many clients there are, where they are not as many as in the paper."""
+        return "" if self.example.clients == _CLIENTS else f"{self.example.clients} clients"
 
     def levels(self) -> list[float | None]:
         """The levels, from alike to heterogeneous."""

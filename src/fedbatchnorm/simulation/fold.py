@@ -15,6 +15,8 @@ from ..norm.fused import operator
 from ..norm.moments import Moments, Running, normalise
 from .schemes import Phase
 
+_MOST_FUSED = 65535  # clients in a pass: what one axis of a GPU's grid holds
+
 
 class FoldedNorm(_BatchNorm):
     """What every BatchNorm of a simulated model becomes; its state is BatchNorm's own.
@@ -35,7 +37,8 @@ class FoldedNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         clients, running = 1 if self.phase.union else self.clients, self.running()
-        fused = self.fused and self.phase.normalise is normalise and input.dim() in (2, 4)
+        possible = input.dim() in (2, 4) and clients <= _MOST_FUSED
+        fused = self.fused and self.phase.normalise is normalise and possible
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
             y, *seen = operator(input, None, *constants, self.eps, clients, False, False)

@@ -7,7 +7,8 @@ becomes the plain formula, which the compiler fuses with whatever else is there.
 written otherwise: a convolution of very few channels, pooling by twos, and flattening before a linear layer.
 """
 
-from collections.abc import Callable
+import operator as python
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,34 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ..norm.fused import operator
-from ..norm.moments import Running, normalise
+from ..norm.moments import written_out
+from ..norm.reduce import in_one_go
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _CONVOLUTION = {F.conv2d, torch.conv2d}
 _LINEAR = {F.linear, torch._C._nn.linear}
+_ASSIGNMENTS = {python.setitem} | {  # x[i] = y, x += y and their like
+    getattr(python, f"i{name}")
+    for name in [
+        "add",
+        "and",
+        "concat",
+        "floordiv",
+        "lshift",
+        "matmul",
+        "mod",
+        "mul",
+        "or",
+        "pow",
+        "rshift",
+        "sub",
+        "truediv",
+        "xor",
+    ]
+}
 _BIAS = 2  # its place among a convolution's arguments
 _POOLING = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _FROM_THE_FIRST = ((1, {}), (1, -1, {}))  # what flattens all but the batch
-_SMALL_PATCH = 64  # values
 _REWRITTEN = "cuda"  # the kind of device that graphs are rewritten for
 
 
@@ -51,50 +71,60 @@ def take_over_neighbours(graph: fx.Graph) -> int:
     taken = 0
     for node in [n for n in graph.nodes if n.target in (operator, operator._opoverload)]:
         z, shift, *vectors, eps, clients, _, _ = node.args
-        output = next((user for user in node.users if user.args[1:] == (0,)), None)
-        following = list(output.users) if output is not None else []
-        before = z.target in _RELU and list(z.users) == [node] and not _changes_what_others_see(z)
+        outputs = [user for user in node.users if user.args[1:] == (0,)]
+        following = list(outputs[0].users) if len(outputs) == 1 else []
+        before = z.target in _RELU and list(z.users) == [node] and _may_go(graph, z, node)
         after = len(following) == 1 and following[0].target in _RELU
         if not (before or after):
             node.target, node.args = _step_by_step, (z, *vectors, eps, clients)
             continue
         taken += 1
-        inner = z.args[0] if before else z
-        if inner.target in _CONVOLUTION and len(inner.users) == 1 and inner.args[_BIAS:]:
+        inner = z.all_input_nodes[0] if before else z
+        has_bias = inner.target in _CONVOLUTION and inner.args[_BIAS:]
+        if has_bias and len(inner.users) == 1 and not _changes(graph, inner, node):
             shift = inner.args[_BIAS]
             inner.update_arg(_BIAS, None)
         node.args = (inner, shift, *vectors, eps, clients, before, after)
         if before:
             graph.erase_node(z)
         if after:
-            following[0].replace_all_uses_with(output)
+            following[0].replace_all_uses_with(outputs[0])
             graph.erase_node(following[0])
     return taken
 
 
-def _changes_what_others_see(relu: fx.Node) -> bool:
-    """Whether a ReLU works in place on a value that is also used elsewhere."""
-    named = isinstance(relu.target, str) and relu.target.endswith("_")
-    in_place = (
-        named
-        or relu.target in (F.relu_, torch.relu_)
-        or relu.kwargs.get("inplace")
-        or relu.args[1:] == (True,)
-    )
-    return bool(in_place) and len(relu.all_input_nodes[0].users) > 1
+def _may_go(graph: fx.Graph, relu: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` may read the input of the ReLU before it: nobody else sees the ReLU, or changes that."""
+    inner = relu.all_input_nodes[0]
+    unseen = inner.target in (_CONVOLUTION | _LINEAR) and len(inner.users) == 1
+    return (unseen or not _in_place(relu)) and not _changes(graph, relu, node)
+
+
+def _changes(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything is changed in place between two nodes."""
+    nodes = list(graph.nodes)
+    return any(map(_in_place, nodes[nodes.index(first) + 1 : nodes.index(last)]))
+
+
+def _in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = node.op.startswith("call") and name.endswith("_") and not name.endswith("__")
+    positional = node.target in (F.relu,) and node.args[1:] == (True,)
+    return named or positional or bool(node.kwargs.get("inplace")) or node.target in _ASSIGNMENTS
 
 
 def _step_by_step(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, clients: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, seen = normalise(x, Running(mean, var, eps=eps), clients=clients, weight=weight, bias=bias)
-    return y, seen.mean, seen.var
+    """What the operator computes, for the compiler to fuse."""
+    return written_out(x, mean, var, weight, bias, eps), *in_one_go(x.detach(), clients)
 
 
 def convolve_by_patches(graph: fx.Graph) -> int:
     """Make the first convolution, of an image's few channels, a matrix product; returns how many there were.
 
-    A library's kernels are made for many channels. The patches that the product needs are small here.
+    A library's kernels are made for many channels. The patches that the product needs, and that are kept for
+    the backward pass, are no larger than the output.
     """
     made = 0
     for node in [n for n in graph.nodes if n.target in _CONVOLUTION and len(n.args) == 7]:
@@ -102,9 +132,10 @@ def convolve_by_patches(graph: fx.Graph) -> int:
         image, kernel = _value(x), _value(weight)
         if image is None or kernel is None or image.requires_grad or isinstance(padding, str):
             continue
-        small = image.dim() == 4 and kernel.shape[1] <= 4 and kernel[0].numel() <= _SMALL_PATCH
-        if small and groups == 1 and set(dilation) == {1}:
-            node.target, node.args = _product_of_patches, (x, weight, bias, stride, padding)
+        small = image.dim() == 4 and kernel.shape[1] <= 4 and kernel[0].numel() <= len(kernel)
+        if small and groups == 1 and _pair(dilation) == (1, 1):
+            node.target = _product_of_patches
+            node.args = (x, weight, bias, _pair(stride), _pair(padding))
             made += 1
     return made
 
@@ -120,7 +151,7 @@ def _product_of_patches(
     rows = F.pad(patches.flatten(3).flatten(0, 2), filling)
     y = rows @ F.pad(weight.permute(0, 2, 3, 1).flatten(1), filling).t()
     y = y.view(*patches.shape[:3], channels).permute(0, 3, 1, 2)
-    return y if bias is None else y + bias.view(-1, 1, 1)
+    return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)
 
 
 def flatten_as_it_lies(graph: fx.Graph) -> int:
@@ -137,12 +168,13 @@ def flatten_as_it_lies(graph: fx.Graph) -> int:
         ):
             continue
         image = _value(flat.args[0])
-        if image is None or image.dim() != 4 or not image.is_contiguous(memory_format=torch.channels_last):
+        if image is None or image.dim() != 4 or image.shape[2:].numel() == 1:
             continue
-        node.target, node.args = _linear_of_image, (flat.args[0], *node.args[1:])
-        made += 1
-        if not flat.users:
+        turned = image.is_contiguous(memory_format=torch.channels_last)
+        if turned and list(flat.users) == [node] and not _changes(graph, flat, node):
+            node.target, node.args = _linear_of_image, (flat.args[0], *node.args[1:])
             graph.erase_node(flat)
+            made += 1
     return made
 
 
@@ -161,13 +193,17 @@ def pool_by_twos(graph: fx.Graph) -> int:
         if image is None or image.dim() != 4 or image.shape[2] % 2 or image.shape[3] % 2:
             continue
         shape = [size, given.get("stride") or size, given.get("padding", 0), given.get("dilation", 1)]
-        pairs = [[v, v] if isinstance(v, int) else list(v) for v in shape]
-        if pairs == [[2, 2], [2, 2], [0, 0], [1, 1]] and not (
-            given.get("ceil_mode") or given.get("return_indices")
-        ):
+        plain = not (given.get("ceil_mode") or given.get("return_indices"))
+        if plain and [_pair(v) for v in shape] == [(2, 2), (2, 2), (0, 0), (1, 1)]:
             node.target, node.args, node.kwargs = _PoolByTwos.apply, (given["input"],), {}
             made += 1
     return made
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """A setting for rows and for columns, which may be one for both."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return (values * 2)[:2] if len(values) == 1 else values  # pyrefly: ignore
 
 
 class _PoolByTwos(torch.autograd.Function):
