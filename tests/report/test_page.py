@@ -154,6 +154,13 @@ def test_copies_do_not_count_as_seeds_and_odd_folders_are_listed(runs, tmp_path)
         assert re.search(rf"{path.name}</code></td><td class=.break.>unreadable", left), path
 
 
+def test_claims_of_which_nothing_was_measured_are_left_out(tmp_path):
+    run_all([Run(scheme="fbn", gamma=0.0, rounds=4, evaluate_every=2)], tmp_path / "runs")
+    text = write_report(tmp_path / "runs", out=tmp_path / "report").read_text()
+    assert "Figure 3" in text
+    assert 'class="claims"' not in text
+
+
 def test_a_folder_without_runs_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="holds no finished run: start one with"):
         write_report(tmp_path)
