@@ -260,6 +260,11 @@ def main():
     content = {"growth": growth(args.rounds)} if args.growth else rounds_of_every_way(args)
     if args.json:
         args.json.write_text(json.dumps(result(args, "cuda") | content, indent=1) + "\n")
+    for precision, rows in content.get("profile", {}).items():
+        whole, calls = (sum(r[key] for r in rows) for key in ("ms", "calls"))
+        print(f"\n{precision}: {whole:.2f} ms in {calls:.0f} kernels")
+        for row in rows[:25]:
+            print(f"  {row['ms']:>7.3f} ms {row['calls']:>6.1f} x {row['kernel'][:100]}")
 
 
 def rounds_of_every_way(args):
@@ -283,11 +288,6 @@ def rounds_of_every_way(args):
     content |= {"turns": args.turns, "rounds": args.rounds, "times": times}
     if args.profile:
         content["profile"] = {precision: profile(precision) for precision in ("tf32", "bf16")}
-        for precision, rows in content["profile"].items():
-            whole, calls = (sum(r[key] for r in rows) for key in ("ms", "calls"))
-            print(f"\n{precision}: {whole:.2f} ms in {calls:.0f} kernels")
-            for row in rows[:25]:
-                print(f"  {row['ms']:>7.3f} ms {row['calls']:>6.1f} x {row['kernel'][:100]}")
     return content
 
 

@@ -175,7 +175,7 @@ def test_as_many_clients_without_liars_stand_beside_and_decide_nothing():
     assert finding == finding._replace(
         measured="gamma 0: defended 40.0, undisturbed 20.0, the honest alone 41.0", agrees=False
     )
-    assert sorted(g.fewer() for g in comparisons(found)) == ["", "7 clients"]
+    assert sorted(g.unusual_clients() for g in comparisons(found)) == ["", "7 clients"]
 
 
 def test_claims_on_liars_say_nothing_where_runs_are_missing():

@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
         """Which of the paper's figures this is."""
         return {"gamma": "Figure 3", "alpha": "Figure 5"}.get(self.parameter or "", "Accuracy")
 
-    def fewer(self) -> str:
+    def unusual_clients(self) -> str:
         """How many clients there are, where they are not as many as in the paper."""
         return "" if self.example.clients == _CLIENTS else f"{self.example.clients} clients"
 

@@ -114,16 +114,14 @@ def _then_degrades(siege: Siege) -> Measured:
     return ("; ".join(texts), right) if texts else None
 
 
-def _naive_alike(siege: Siege) -> Measured:
-    cells = [(_NAIVE, siege.example.defense, "final"), (_NAIVE, NO_ATTACK, "final")]
-    alike = lambda ours, calm: abs(ours - calm) <= 10  # noqa: E731
-    return _levels_where(siege, _strong(siege), cells, alike, (_NAIVE, ALONE))
+def _defended_naive(agrees: Callable[[float, float], bool]) -> Callable[[Siege], Measured]:
+    """Defended naive BatchNorm against naive without attack, at each strong level."""
 
+    def measure(siege: Siege) -> Measured:
+        cells = [(_NAIVE, siege.example.defense, "final"), (_NAIVE, NO_ATTACK, "final")]
+        return _levels_where(siege, _strong(siege), cells, agrees, (_NAIVE, ALONE))
 
-def _naive_apart(siege: Siege) -> Measured:
-    cells = [(_NAIVE, siege.example.defense, "final"), (_NAIVE, NO_ATTACK, "final")]
-    apart = lambda ours, calm: ours <= calm - 10  # noqa: E731
-    return _levels_where(siege, _strong(siege), cells, apart, (_NAIVE, ALONE))
+    return measure
 
 
 class Row(NamedTuple):
@@ -225,7 +223,7 @@ LIAR_CLAIMS = [
             "section 5",
             "Defended naive is like naive without attack: both poor.",
             "at most 10 points apart",
-            _naive_alike,
+            _defended_naive(lambda ours, calm: abs(ours - calm) <= 10),
             _FEWER,
         ),
     ),
@@ -237,7 +235,7 @@ LIAR_CLAIMS = [
             "section 5",
             "Under stronger attacks defended naive is further from naive without attack.",
             "at least 10 points behind it",
-            _naive_apart,
+            _defended_naive(lambda ours, calm: ours <= calm - 10),
             _FEWER,
         ),
     ),

@@ -64,7 +64,7 @@ def write_markdown(*places: Path, page: Path) -> Path:
         borrowed = counterpart(group, groups) if group.parameter == "alpha" else None
         picture = figures.accuracy_figure(group, borrowed)
         slug = f"{name.lower().replace('figure ', 'fig')}-{group.example.dataset}-{group.example.precision}"
-        slug += group.fewer() and f"-{group.fewer()}".replace(" ", "-")
+        slug += group.unusual_clients() and f"-{group.unusual_clients()}".replace(" ", "-")
         parts.append(_section(f"{name}: {group.title()}", picture, pictures, slug, taken))
         parts.append(table(*final_table(group, _cell)))
     for siege in besieged:
@@ -110,7 +110,7 @@ def _claims(results: list[Result], groups: list[Comparison], besieged: list[Sieg
     for ring in rings(results)[:1]:
         found += [("", f) for figure in ("figure 1", "figure 2") for f in judge_rings(ring, figure)]
     for group in groups:
-        words = (group.example.dataset, group.example.precision, group.fewer())
+        words = (group.example.dataset, group.example.precision, group.unusual_clients())
         found += [(", ".join(filter(None, words)), f) for f in judge_comparison(group)]
     for siege in besieged:
         run = siege.example

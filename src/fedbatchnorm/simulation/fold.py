@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..norm.convert import conversion_problem
-from ..norm.fused import operator
+from ..norm.fused import relu_normalise
 from ..norm.moments import Moments, Running, normalise
 from .schemes import Phase
 
@@ -41,7 +41,8 @@ class FoldedNorm(_BatchNorm):
         fused = self.fused and self.phase.normalise is normalise and possible
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
-            y, *seen = operator(input, None, *constants, self.eps, clients, False, False)
+            alone = {"eps": self.eps, "clients": clients, "before": False, "after": False}
+            y, *seen = relu_normalise(input, None, *constants, **alone)
             moments = Moments(input.numel() // input.shape[1] // clients, *seen)
         else:
             y, moments = self.phase.normalise(

@@ -7,6 +7,7 @@ becomes the plain formula, which the compiler fuses with whatever else is there.
 written otherwise: a convolution of very few channels, pooling by twos, and flattening before a linear layer.
 """
 
+import inspect
 import operator as python
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,8 +110,16 @@ def _changes(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
 def _in_place(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = node.op.startswith("call") and name.endswith("_") and not name.endswith("__")
-    positional = node.target in (F.relu,) and node.args[1:] == (True,)
-    return named or positional or bool(node.kwargs.get("inplace")) or node.target in _ASSIGNMENTS
+    return named or node.target in _ASSIGNMENTS or _is_told_to(node)
+
+
+def _is_told_to(node: fx.Node) -> bool:
+    """Whether a call has inplace=True, in whatever place that stands among the function's arguments."""
+    try:
+        given = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # pyrefly: ignore
+    except (TypeError, ValueError):  # a method, or a function of torch that has no such argument
+        return bool(node.kwargs.get("inplace"))
+    return bool(given.arguments.get("inplace"))
 
 
 def _step_by_step(
@@ -203,7 +212,7 @@ def pool_by_twos(graph: fx.Graph) -> int:
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     """A setting for rows and for columns, which may be one for both."""
     values = (value,) if isinstance(value, int) else tuple(value)
-    return (values * 2)[:2] if len(values) == 1 else values  # pyrefly: ignore
+    return values * 2 if len(values) == 1 else values  # pyrefly: ignore
 
 
 class _PoolByTwos(torch.autograd.Function):
@@ -222,9 +231,7 @@ class _PoolByTwos(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> Tensor:
         (place,) = ctx.saved_tensors
-        corner = torch.arange(4, dtype=torch.uint8, device=place.device).view(
-            2, 1, 2
-        )  # (2, 1, 2): rows, -, columns
+        corner = torch.arange(4, dtype=torch.uint8, device=place.device).view(2, 1, 2)  # a row, a column
         place, gradient = (t[:, :, :, None, :, None] for t in (place, gradients[0]))
         spread = torch.where(place == corner, gradient, 0)  # (n, c, h, 2, w, 2)
         return spread.flatten(4, 5).flatten(2, 3).contiguous(memory_format=torch.channels_last)
