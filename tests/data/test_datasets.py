@@ -58,8 +58,10 @@ def test_gamma_is_the_share_of_points_of_any_class():
 
 
 def test_an_unknown_name_gets_the_list():
-    with pytest.raises(ValueError, match="'mnist' is not known; choose from gaussian_ring, digits, cifar10"):
-        datasets.load("mnist")
+    with pytest.raises(
+        ValueError, match="'kmnist' is not known; choose from gaussian_ring, digits, cifar10, mnist"
+    ):
+        datasets.load("kmnist")
 
 
 @pytest.mark.cifar10

@@ -5,17 +5,16 @@ that place when it is not there. Every file is checked against its MD5 sum as it
 """
 
 import contextlib
+import functools
 import gzip
-import hashlib
-import os
-import sys
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from .files import DataError, check, data_folder, downloads, one_line
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -32,25 +31,6 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 _RECORDS, _PIXELS = 10_000, 3 * 32 * 32
 _FILE_SIZE = _RECORDS * (1 + _PIXELS)
 _NOT_NEEDED = {"batches.meta.txt", "readme.html"}  # in the archive, and left in it
-
-
-class DataError(RuntimeError):
-    """Data is missing, damaged or not what it should be; the message says what to do."""
-
-
-def data_folder(data_dir: Path | None = None) -> Path:
-    """Where data is looked for and downloaded to."""
-    if data_dir is not None:
-        return Path(data_dir).expanduser()
-    if os.environ.get("FEDBATCHNORM_DATA"):
-        return Path(os.environ["FEDBATCHNORM_DATA"]).expanduser()
-    if sys.platform == "win32":
-        cache = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        cache = "~/Library/Caches"
-    else:
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "fedbatchnorm"
 
 
 def find(data_dir: Path | None = None) -> Path | None:
@@ -70,7 +50,7 @@ def read(
     records = {}
     for name, expected in FILES.items():
         content = (folder / name).read_bytes()
-        _check(content, expected, f"{folder / name}")
+        check(content, expected, f"{folder / name}")
         records[name] = np.frombuffer(content, np.uint8).reshape(_RECORDS, 1 + _PIXELS)
     test = records.pop("test_batch.bin")
     return _images(np.concatenate(list(records.values()))), _images(test)
@@ -78,21 +58,8 @@ def read(
 
 def download(root: Path, progress: bool = False, url: str = URL, md5: str = ARCHIVE_MD5) -> Path:
     """Download the official archive, unpack it below `root`, and return the folder with the files."""
-    try:
-        import pooch
-    except ImportError:
-        why = "pooch is not installed (pip install 'fedbatchnorm[experiments]')"
-        raise DataError(_by_hand(root, why)) from None
-    pooch.get_logger().setLevel("ERROR")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as folder:
-            archive = pooch.retrieve(
-                url, f"md5:{md5}", path=folder, fname="archive.tar.gz", progressbar=progress
-            )
-            return unpack(Path(archive), root)
-    except (OSError, ValueError) as error:  # no network, no space, no permission; a wrong checksum
-        raise DataError(_by_hand(root, _one_line(error))) from error
+    with downloads(root, functools.partial(_by_hand, root), progress) as get:
+        return unpack(get(url, md5, "archive.tar.gz"), root)
 
 
 def unpack(archive: Path, root: Path) -> Path:
@@ -109,9 +76,9 @@ def unpack(archive: Path, root: Path) -> Path:
                 raise DataError(f"{archive.name} lacks {', '.join(sorted(missing))}; nothing was unpacked")
             contents = {name: _content(tar, member) for name, member in wanted.items()}
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{archive.name} is not a readable archive: {_one_line(error)}") from error
+        raise DataError(f"{archive.name} is not a readable archive: {one_line(error)}") from error
     for name, content in contents.items():
-        _check(content, FILES[name], f"{name} in {archive.name}")
+        check(content, FILES[name], f"{name} in {archive.name}")
     folder = root / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
@@ -139,14 +106,6 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _check(content: bytes, expected: str, what: str) -> None:
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != expected:
-        raise DataError(
-            f"{what} is damaged: its MD5 is {found}, not {expected}. Delete it and run again to download it"
-        )
-
-
 def _images(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return records[:, 1:].reshape(-1, 3, 32, 32).copy(), records[:, 0].astype(np.int64)
 
@@ -168,7 +127,3 @@ def _by_hand(root: Path, why: str) -> str:
         f"To put it there by hand: download {URL} (MD5 {ARCHIVE_MD5}), unpack it, and place the folder "
         f"{FOLDER} in {root}; or name the folder that holds it with --data-dir or FEDBATCHNORM_DATA."
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

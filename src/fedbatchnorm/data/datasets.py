@@ -1,4 +1,4 @@
-"""The datasets, as tensors: the paper's Gaussian ring, scikit-learn's digits, and CIFAR-10.
+"""The datasets, as tensors: the paper's Gaussian ring, scikit-learn's digits, CIFAR-10, MNIST, Fashion-MNIST.
 
 One table, `DATASETS`; a new dataset is one function and one row.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cifar10
+from . import cifar10, mnist
 
 RING_CLASSES, RING_RADIUS = 10, 10.0
 
@@ -48,7 +48,7 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: Path | None = None, progress: bool = False) -> Dataset:
-    """The dataset of this name; `data_dir` is where its files are, or go (only CIFAR-10 has any)."""
+    """The dataset of this name; `data_dir` is where its files are, or go (ring and digits have none)."""
     if name not in DATASETS:
         raise ValueError(f"dataset {name!r} is not known; choose from {', '.join(DATASETS)}")
     return DATASETS[name](data_dir, progress)
@@ -113,6 +113,22 @@ def _cifar10(data_dir: Path | None, progress: bool) -> Dataset:
     return Dataset(train, test, *_channel_moments(train.x), cifar10.CLASSES)
 
 
+def _mnist(data_dir: Path | None, progress: bool) -> Dataset:
+    """MNIST: 60,000 training and 10,000 test images of handwritten digits, 1 x 28 x 28, as bytes."""
+    return _idx("mnist", data_dir, progress)
+
+
+def _fashion_mnist(data_dir: Path | None, progress: bool) -> Dataset:
+    """Fashion-MNIST: as many images of clothes, in the same format."""
+    return _idx("fashion_mnist", data_dir, progress)
+
+
+def _idx(name: str, data_dir: Path | None, progress: bool) -> Dataset:
+    arrays = mnist.read(data_dir, name, progress)
+    train, test = (Split(*(torch.from_numpy(a) for a in pair)) for pair in arrays)
+    return Dataset(train, test, *_channel_moments(train.x), mnist.EDITIONS[name].classes)
+
+
 def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel of byte images (N, c, h, w), exact, as (c, 1, 1)."""
     values = torch.arange(256, dtype=torch.float64)
@@ -127,4 +143,6 @@ DATASETS: dict[str, Callable[[Path | None, bool], Dataset]] = {
     "gaussian_ring": _ring,
     "digits": _digits,
     "cifar10": _cifar10,
+    "mnist": _mnist,
+    "fashion_mnist": _fashion_mnist,
 }

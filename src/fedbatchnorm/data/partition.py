@@ -88,6 +88,51 @@ def holdings(labels: np.ndarray, parts: list[np.ndarray], classes: int) -> np.nd
     return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
 
 
+def test_parts(labels_test: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """For each client, test samples in the proportions of classes that it trains on.
+
+    As many for each client as the smallest class of the test set has, so that any proportions can be
+    had, rounded by largest remainders. Drawn without replacement; clients may share samples.
+
+    Args:
+        labels_test: (N,), the classes of the test set.
+        held: (clients, classes), how many training samples of each class each client holds.
+        rng: all that is drawn comes from it.
+
+    Returns:
+        For each client the indices of its test samples, class by class.
+
+    Example:
+        >>> parts = test_parts(np.array([0, 1, 0, 1]), np.array([[9, 0], [5, 5]]), np.random.default_rng(0))
+        >>> [np.array([0, 1, 0, 1])[part].tolist() for part in parts]
+        [[0, 0], [0, 1]]
+    """
+    classes = held.shape[1]
+    there = np.bincount(labels_test, minlength=classes)
+    if len(there) > classes:
+        raise ValueError(
+            f"the test set has the class {len(there) - 1}; held has columns for 0 to {classes - 1}"
+        )
+    missing = np.flatnonzero((held.sum(0) > 0) & (there == 0))
+    if len(missing):
+        raise ValueError(
+            f"the test set has no sample of class {', '.join(map(str, missing))}, on which clients train: "
+            "take a test set that has all classes"
+        )
+    totals = held.sum(1)
+    if not totals.all():
+        raise ValueError(f"client {np.argmin(totals)} holds no sample: give every client one at least")
+    size = there[there > 0].min()
+    by_class = [np.flatnonzero(labels_test == label) for label in range(classes)]
+    parts = []
+    for row, total in zip(held, totals, strict=True):
+        wanted, remainder = np.divmod(row * size, total)
+        wanted[np.argsort(-remainder, kind="stable")[: size - wanted.sum()]] += 1
+        drawn = [rng.permutation(c)[:count] for c, count in zip(by_class, wanted, strict=True)]
+        parts.append(np.concatenate(drawn))
+    return parts
+
+
 class Partition(NamedTuple):
     """A way to split data: its function, the name of its parameter if it has one, and what it does."""
 
