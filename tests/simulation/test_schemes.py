@@ -5,14 +5,16 @@ import torch
 from torch import nn
 
 from fedbatchnorm.norm.moments import Running
-from fedbatchnorm.simulation.schemes import SCHEMES, average, with_own_batch
+from fedbatchnorm.simulation.schemes import PAPER, SCHEMES, average, with_own_batch
 
 SHAPES = [(12, 3), (12, 3, 5), (12, 3, 4, 4), (12, 3, 2, 3, 2)]
 LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-def test_the_four_schemes_of_the_paper_are_there():
-    assert set(SCHEMES) == {"centralized", "fbn", "fixbn", "naive"}
+def test_the_schemes_are_there():
+    assert PAPER == ("centralized", "fbn", "fixbn", "naive")
+    more = {"groupnorm", "layernorm", "hbn", "fedbn", "silobn", "fedtan", "none"}
+    assert set(SCHEMES) == {*PAPER, *more}
     for name, scheme in SCHEMES.items():
         changes = scheme.before is not scheme.after
         assert changes == (name == "fixbn")

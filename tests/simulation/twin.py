@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedavg_twin import replaced
+
 import fedbatchnorm as fbn
+from fedbatchnorm.simulation.federation import draw
 from fedbatchnorm.simulation.recipe import learning_rate, stream
-from fedbatchnorm.simulation.simulator import draw
 
 
 def batch_norms(model):
@@ -29,9 +31,8 @@ def gradient(model, data, index):
 
 class Twin:
     def __init__(self, model, data, parts, recipe, device="cpu"):
-        self.model, self.parts, self.recipe = copy.deepcopy(model).double().to(device), parts, recipe
-        for layer in batch_norms(self.model):
-            layer.momentum = recipe.beta
+        self.model = replaced(copy.deepcopy(model).double().to(device), recipe)
+        self.parts, self.recipe = parts, recipe
         self.data = data.to(torch.device(device), torch.float64)
         sizes = torch.tensor([len(part) for part in parts]).double()
         self.shares = (
@@ -47,9 +48,14 @@ class Twin:
             draw(self.parts, self.recipe.batch, stream(self.recipe.seed, "batches", self.step))
         )
         gradients = getattr(self, self.recipe.scheme)(index)
+        dampened = self.recipe.momentum_kind == "dampened"
         for momentum, grads in zip(self.momenta, gradients, strict=True):
-            for m, g in zip(momentum, grads, strict=True):
-                m.mul_(self.recipe.momentum).add_(g, alpha=1 - self.recipe.momentum)
+            if self.recipe.clip is not None:
+                length = torch.cat([g.flatten() for g in grads]).norm()
+                grads = [g * min(1.0, self.recipe.clip / (length + 1e-6)) for g in grads]
+            for m, g, p in zip(momentum, grads, self.model.parameters(), strict=True):
+                g = g + self.recipe.weight_decay * p.detach()
+                m.mul_(self.recipe.momentum).add_(g, alpha=1 - self.recipe.momentum if dampened else 1)
         rate = learning_rate(self.recipe, self.step)
         with torch.no_grad():
             for p, *momenta in zip(self.model.parameters(), *self.momenta, strict=True):
@@ -86,6 +92,12 @@ class Twin:
                 layer.eval()
             gradients.append(gradient(client, self.data, batch))
         return gradients
+
+    def groupnorm(self, index):
+        """Nothing is shared but the weights, as in every scheme that replaces the layers."""
+        return [gradient(self.model, self.data, batch) for batch in index]
+
+    layernorm = none = groupnorm
 
     def fbn(self, index):
         shared = fbn.statistics(fbn.convert(copy.deepcopy(self.model)))

@@ -130,6 +130,8 @@ def centred_clipping(
     return point
 
 
+geometric_median.needs_host = True  # pyrefly: ignore  (it stops when it has converged)
+
 AGGREGATORS: dict[str, Rule] = {
     "mean": mean,
     "median": median,

@@ -118,11 +118,13 @@ def line_search(
 
 
 class Attack(NamedTuple):
-    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text."""
+    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text, and whether
+    it needs the host while it runs, which a CUDA graph cannot have."""
 
     lie: Callable[[Tensor, int, Defense, torch.Generator], Tensor]
     targets: tuple[str, ...]
     summary: str
+    needs_host: bool = False
 
 
 _BOTH = ("means", "variances")
@@ -145,8 +147,8 @@ ATTACKS: dict[str, Attack] = {
         "a little is enough, factor by line search",
     ),
     "mimic": Attack(lambda h, f, d, g: mimic(h), _BOTH, "what honest client 0 sends"),
-    "gaussian": Attack(lambda h, f, d, g: gaussian(h, generator=g), _BOTH, "standard normal noise"),
-    "spike": Attack(lambda h, f, d, g: spike(h, generator=g), _BOTH, "1e6 on one coordinate"),
+    "gaussian": Attack(lambda h, f, d, g: gaussian(h, generator=g), _BOTH, "standard normal noise", True),
+    "spike": Attack(lambda h, f, d, g: spike(h, generator=g), _BOTH, "1e6 on one coordinate", True),
     "infinity": Attack(lambda h, f, d, g: infinity(h), _BOTH, "infinity everywhere"),
     "nan": Attack(lambda h, f, d, g: not_a_number(h), _BOTH, "not a number everywhere"),
 }

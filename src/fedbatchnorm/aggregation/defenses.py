@@ -34,6 +34,10 @@ class Defense:
         """The same rule against another number of liars."""
         return replace(self, f=f)
 
+    def needs_host(self) -> bool:
+        """Whether a step of the rule asks the host while it runs, which a CUDA graph cannot have."""
+        return any(getattr(step, "needs_host", False) for step in self._steps())
+
     def _steps(self) -> list[Callable[[Tensor, int], Tensor]]:
         *mixing, last = self.name.split("+")
         return [*(self._step(step, MIXING) for step in mixing), self._step(last, AGGREGATORS)]

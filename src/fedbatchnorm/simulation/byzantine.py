@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..aggregation.attacks import attack
 from ..aggregation.defenses import defense
-from ..aggregation.statistics import running_rows, split_layers
+from ..aggregation.statistics import Rows, running_rows, split_layers
 from ..norm.moments import Moments, Running, round_momentum
 from .fold import FoldedNorm
 from .recipe import TARGETS, Recipe, torch_seed
@@ -26,7 +26,15 @@ def server_rule(recipe: Recipe) -> Rule:
     """What the server does with n rows: (n, d) -> (d,). Undefended, it takes the mean of whatever comes."""
     if recipe.defense == "none":
         return lambda rows: rows.mean(0)
-    return defense(recipe.defense, recipe.byzantine)
+    return defense(recipe.defense, recipe.shares_of_cohort()[1])
+
+
+def needs_host(recipe: Recipe) -> str | None:
+    """Why a round cannot be captured as a CUDA graph: its attack or rule asks the host; None if it can."""
+    asks = recipe.attack != "none" and attack(recipe.attack).needs_host
+    if asks or (recipe.defense != "none" and defense(recipe.defense, recipe.byzantine).needs_host()):
+        return f"{recipe.attack} against {recipe.defense} needs the host in every round"
+    return None
 
 
 def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) -> Tensor:
@@ -41,7 +49,7 @@ def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) 
         rule: the server's, which some attacks know.
         step: the round.
     """
-    f = recipe.byzantine
+    _, f = recipe.shares_of_cohort()
     if not f:
         return honest
     if what in recipe.targets_struck():
@@ -68,25 +76,47 @@ def share_robustly(
         recipe: clients, liars, attack, defense.
         step: the round.
     """
-    rule = server_rule(recipe)
     running = [r for r, _ in layers.values()]
-    fine = torch.stack([m.isfinite().all() & v.isfinite().all() for _, (_, m, v) in layers.values()]).all()
-    seen = [
-        s._replace(mean=torch.where(fine, s.mean, 0), var=torch.where(fine, s.var, 0))
-        for _, s in layers.values()
-    ]
+    seen = [s for _, s in layers.values()]
     beta = [round_momentum(r.momentum, r.tracked) for r in running]
     total = [float(s.count) * (recipe.clients if phase.pooled else 1) for s in seen]
-    rows = running_rows(running, seen, beta, total)
-    means = with_lies(rows.means, recipe, "means", rule, step)
-    variances = with_lies(rows.variances, recipe, "variances", rule, step)
-    assert phase.merge_rows is not None
-    mean, var = phase.merge_rows(means, variances, beta=rows.beta, total=rows.total, aggregator=rule)
-    after = split_layers(running, mean, torch.maximum(var, rows.floor))
+    mean, var, fine = through_rule(phase, lambda s: running_rows(running, s, beta, total), seen, recipe, step)
+    after = split_layers(running, mean, var)
     return {
         name: new._replace(mean=torch.where(fine, new.mean, r.mean), var=torch.where(fine, new.var, r.var))
         for name, r, new in zip(layers, running, after, strict=True)
     }
+
+
+def through_rule(
+    phase: Phase, form: Callable[[list[Moments]], Rows], seen: list[Moments], recipe: Recipe, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of all layers through the server's rule, and whether the honest rows were finite.
+
+    Args:
+        phase: how the scheme merges rows.
+        form: the honest clients' moments -> the rows that the server forms of them.
+        seen: each layer's moments, (h, c).
+        recipe: clients, attack, defense.
+        step: the round.
+    """
+    rule = server_rule(recipe)
+    fine = torch.stack([m.isfinite().all() & v.isfinite().all() for _, m, v in seen]).all()
+    rows = form(
+        [s._replace(mean=torch.where(fine, s.mean, 0), var=torch.where(fine, s.var, 0)) for s in seen]
+    )
+    means = with_lies(rows.means, recipe, "means", rule, step)
+    variances = with_lies(rows.variances, recipe, "variances", rule, step)
+    assert phase.merge_rows is not None
+    mean, var = phase.merge_rows(means, variances, beta=rows.beta, total=rows.total, aggregator=rule)
+    return mean, torch.maximum(var, rows.floor), fine
+
+
+def robust_update_of(rows: Tensor, recipe: Recipe, step: int) -> Tensor:
+    """What the server makes of the honest clients' updates (h, d) and the liars': NaN if training has diverged."""
+    rule, fine = server_rule(recipe), rows.isfinite().all()
+    sent = with_lies(torch.where(fine, rows, 0), recipe, "gradients", rule, step)
+    return torch.where(fine, rule(sent), torch.nan)
 
 
 def client_gradients(
@@ -96,6 +126,8 @@ def client_gradients(
     y: Tensor,
     chunk: int,
     half: bool = False,
+    stacked: dict[str, Tensor] | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every client's own gradient in one pass: `vmap` over the clients (Robust-DSGD).
 
@@ -108,30 +140,40 @@ def client_gradients(
         y: (h, batch).
         chunk: clients at a time.
         half: compute in bfloat16 where that does no harm.
+        stacked: parameters of each client, by name, (h, ...); the model's own for all if not given.
+        weights: (h, batch), what each sample weighs in its client's loss, 0 for those that fill up a batch;
+            all the same if not given.
 
     Returns:
         Gradients (h, P), flattened in the order of the parameters, and losses (h,).
     """
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for layer in layers.values():
         layer.clients = 1
 
     def loss(
-        parameters: dict[str, Tensor], x: Tensor, y: Tensor
+        parameters: dict[str, Tensor], x: Tensor, y: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         for layer in layers.values():
             layer.seen = []
+            layer.keep = None if weights is None else (weights > 0).to(weights.dtype)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
             scores = torch.func.functional_call(model, parameters, (x,))
-        value = F.cross_entropy(scores.to(x.dtype), y)
+        scores = scores.to(x.dtype)
+        value = (
+            F.cross_entropy(scores, y)
+            if weights is None
+            else F.cross_entropy(scores, y, reduction="none") @ weights
+        )
         seen = {name: layer.seen[0] for name, layer in layers.items() if layer.seen}
         counts.update({name: m.count for name, m in seen.items() if m is not None})
         return value, {name: (m.mean[0], m.var[0]) for name, m in seen.items() if m is not None}
 
     counts: dict[str, int | Tensor] = {}
     each = torch.func.grad_and_value(loss, has_aux=True)
-    over = torch.func.vmap(each, in_dims=(None, 0, 0), randomness="different", chunk_size=chunk)
-    gradients, (losses, seen) = over(parameters, x, y)
+    dims = (None if stacked is None else 0, 0, 0, None if weights is None else 0)
+    over = torch.func.vmap(each, in_dims=dims, randomness="different", chunk_size=chunk)
+    gradients, (losses, seen) = over(own if stacked is None else stacked, x, y, weights)
     for name, layer in layers.items():
-        layer.seen = [Moments(counts[name], *seen[name])] if name in seen else []
+        layer.seen, layer.keep = [Moments(counts[name], *seen[name])] if name in seen else [], None
     return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).detach(), losses.detach()

@@ -9,12 +9,18 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
+from ..data.datasets import Dataset
 from .fuse import fused_inductor
+
+Engine = Literal["auto", "eager", "compiled"]
 
 _WARM_UP = 3
 _RECOMPILATIONS = 256  # torch's limit is for one run, and a process makes many
@@ -73,6 +79,68 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Machine:
+    """How rounds run on a device: one operation after another, compiled, or replayed as CUDA graphs."""
+
+    def __init__(self, device: torch.device, engine: Engine, precision: str):
+        """Choose; `auto` is compiled on a CUDA GPU and eager elsewhere."""
+        if engine not in get_args(Engine):
+            raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(get_args(Engine))}")
+        self.device, self.precision = device, precision
+        self.compiles = engine == "compiled" or (engine == "auto" and device.type == "cuda")
+        self.replays = self.compiles and device.type == "cuda"
+        self.half = precision == "bf16"
+
+    @property
+    def engine(self) -> str:
+        """How rounds run, in words."""
+        return "CUDA graphs" if self.replays else "compiled" if self.compiles else "eager"
+
+    @property
+    def fuses(self) -> bool:
+        """Whether FBN's one-pass kernels can be had."""
+        return self.replays and has_triton()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The function's result; compiled where that is how rounds run."""
+        return compiled(function)(*args) if self.compiles else function(*args)
+
+    def inputs(self, data: Dataset, x: Tensor) -> Tensor:
+        """What the model is fed for stored samples."""
+        return self.call(model_inputs, data, x, self.compiles and x.dim() == 4)
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """An array on the way to the device, which nobody waits for."""
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def go_eager(self, why: str | Exception) -> None:
+        """From here on, one operation after another; a warning says why."""
+        self.compiles = self.replays = False
+        if isinstance(why, Exception):
+            why = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
+        warnings.warn(f"rounds run without compiled code or CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
+
+
+def weighted_loss(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor, half: bool) -> Tensor:
+    """The sum of the samples' losses, each with its weight."""
+    return F.cross_entropy(class_scores(model, x, weights.dtype, half), y, reduction="none") @ weights
+
+
+def class_scores(model: nn.Module, x: Tensor, dtype: torch.dtype, half: bool) -> Tensor:
+    """The model's output, (N, classes); `half` computes in bfloat16 where that does no harm."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        return model(x).to(dtype)
+
+
+def model_inputs(data: Dataset, x: Tensor, channels_last: bool) -> Tensor:
+    """What the model is fed for stored samples."""
+    x = data.inputs(x)
+    return x.to(memory_format=torch.channels_last) if channels_last else x
+
+
 _Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # the graph, its input, its output
 
 
@@ -110,29 +178,53 @@ class Replay:
         device = next(iter(before.values())).device
         place = index.to(device, copy=True)
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        generator = torch.cuda.default_generators[torch.cuda._get_device_index(device)]
-        spare = generator.clone_state()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with torch.backends.cudnn.flags(
-                enabled=True, benchmark=True, deterministic=False, allow_tf32=torch.backends.cudnn.allow_tf32
-            ):
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UP):
-                        self._work(*setting, place)
-                torch.cuda.current_stream(device).wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
-                    loss = self._work(*setting, place)
-        except Exception:
-            generator.graphsafe_set_state(spare)  # a capture that broke off leaves it waiting for the rest
-            raise
+            graph, loss = capture(lambda: self._work(*setting, place), device, pool=pool)
         finally:
             with torch.no_grad():
                 for name, tensor in self._state().items():
                     tensor.copy_(before[name])
         return graph, place, loss
+
+
+def capture(
+    work: Callable[[], Tensor],
+    device: torch.device,
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    warm_up: Callable[[], object] | None = None,
+    times: int = _WARM_UP,
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Run the work a few times to compile and to choose kernels, then capture it; returns graph and output.
+
+    Args:
+        work: what is to be replayed, without waiting for the device.
+        device: a CUDA device.
+        pool: the memory of another graph that never runs at the same time.
+        stream: where to capture.
+        warm_up: what to run before; the work itself if not given.
+        times: how often to run that.
+    """
+    generator = torch.cuda.default_generators[torch.cuda._get_device_index(device)]
+    spare = generator.clone_state()
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=True, deterministic=False, allow_tf32=torch.backends.cudnn.allow_tf32
+        ):
+            with torch.cuda.stream(side):
+                for _ in range(times):
+                    (warm_up or work)()
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                output = work()
+    except Exception:
+        generator.graphsafe_set_state(spare)  # a capture that broke off leaves it waiting for the rest
+        raise
+    return graph, output
 
 
 @contextlib.contextmanager
@@ -146,8 +238,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-def without_speed(why: str) -> None:
-    """Say once, in one line, that rounds run one operation after another."""
-    warnings.warn(f"rounds run without compiled code or CUDA graphs: {why}", RuntimeWarning, stacklevel=3)

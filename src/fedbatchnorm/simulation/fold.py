@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..norm.convert import conversion_problem
 from ..norm.fused import relu_normalise
-from ..norm.moments import Moments, Running, normalise
-from .schemes import Phase
+from ..norm.moments import Moments, Running
+from .normalizers import with_shared
+from .schemes import Phase, Scheme
 
 _MOST_FUSED = 65535  # clients in a pass: what one axis of a GPU's grid holds
 
@@ -29,6 +30,8 @@ class FoldedNorm(_BatchNorm):
     phase: Phase
     clients: int
     seen: list[Moments | None]
+    keep: Tensor | None = None  # which samples of a batch count, where it is filled up
+    learned: tuple[str, ...] = ()  # parameters that the scheme has added
     fused = False  # whether compiled passes normalise and measure as one operator
 
     def forward(self, input: Tensor) -> Tensor:
@@ -37,16 +40,19 @@ class FoldedNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         clients, running = 1 if self.phase.union else self.clients, self.running()
-        possible = input.dim() in (2, 4) and clients <= _MOST_FUSED
-        fused = self.fused and self.phase.normalise is normalise and possible
+        possible = input.dim() in (2, 4) and clients <= _MOST_FUSED and self.keep is None
+        fused = self.fused and self.phase.normalise is with_shared and possible
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
             alone = {"eps": self.eps, "clients": clients, "before": False, "after": False}
             y, *seen = relu_normalise(input, None, *constants, **alone)
             moments = Moments(input.numel() // input.shape[1] // clients, *seen)
         else:
+            more = {name: getattr(self, name) for name in self.phase.learned}
+            if self.keep is not None:
+                more["keep"] = self.keep
             y, moments = self.phase.normalise(
-                input, running, clients=clients, weight=self.weight, bias=self.bias
+                input, running, clients=clients, weight=self.weight, bias=self.bias, **more
             )
         self.seen.append(moments)
         return y
@@ -61,8 +67,14 @@ class FoldedNorm(_BatchNorm):
         """Begin a round."""
         self.phase, self.seen = phase, []
 
-    def rows(self, name: str, passes: int) -> Moments | None:
-        """What every client measured in a round of `passes` passes, (n, c); None if nothing was."""
+    def rows(self, name: str, passes: int, wanted: bool | None = None) -> Moments | None:
+        """What every client measured in a round of `passes` passes, (n, c); None if nothing was.
+
+        Args:
+            name: the layer's, for an error.
+            passes: how many passes there were.
+            wanted: whether anybody wants to know; if not given, whether the phase shares anything.
+        """
         seen = [moments for moments in self.seen if moments is not None]
         if len(self.seen) > passes:
             raise ValueError(
@@ -70,8 +82,11 @@ class FoldedNorm(_BatchNorm):
                 "the simulator needs a BatchNorm of its own for each place"
             )
         self.seen = []
-        if self.phase.share is None or not seen:
+        wanted = self.phase.share is not None if wanted is None else wanted
+        if not wanted or not seen:
             return None
+        if len(seen) == 1:
+            return seen[0]
         return Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
 
 
@@ -86,31 +101,59 @@ def load_all(layers: dict[str, FoldedNorm], after: dict[str, Running]) -> None:
         torch._foreach_add_(counters, 1)
 
 
-def fold(model: nn.Module, beta: float) -> dict[str, FoldedNorm]:
-    """Make every BatchNorm of `model` a FoldedNorm, in place; returns them by name.
+def fold(
+    model: nn.Module, beta: float, scheme: Scheme | None = None, groups: int = 2
+) -> dict[str, FoldedNorm]:
+    """Make every BatchNorm of `model` a FoldedNorm, or what the scheme has in its place; in place.
 
     Args:
         model: whatever the user trains.
         beta: the momentum of the running statistics.
+        scheme: may replace layers, or add parameters to them.
+        groups: for a scheme that needs to know.
+
+    Returns:
+        The layers that are FoldedNorm now, by name.
     """
     layers: dict[str, FoldedNorm] = {}
     unfold(model)
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
-            layer.momentum = beta
-            problem = conversion_problem(layer)
-            if problem:
-                raise ValueError(f"layer {name!r}: {problem}")
-            layer.__class__ = _folded_class(type(layer))  # pyrefly: ignore
-            layers[name] = layer  # pyrefly: ignore
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, _BatchNorm):
+            continue
+        layer.momentum = beta
+        problem = conversion_problem(layer)
+        if problem:
+            raise ValueError(f"layer {name!r}: {problem}")
+        if scheme is not None and scheme.replace is not None:
+            try:
+                _replace(model, layer, scheme.replace(layer, groups))
+            except ValueError as error:
+                raise ValueError(f"layer {name!r}: {error}") from None
+            continue
+        layer.__class__ = _folded_class(type(layer))  # pyrefly: ignore
+        layers[name] = layer  # pyrefly: ignore
+        if scheme is not None and scheme.before.learned:
+            layer.learned = scheme.before.learned  # pyrefly: ignore
+            for added in scheme.before.learned:
+                layer.register_parameter(added, nn.Parameter(torch.zeros_like(layer.running_mean)))  # pyrefly: ignore
     return layers
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever that is used."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
 
 
 def unfold(model: nn.Module) -> nn.Module:
     """Make every FoldedNorm of `model` the BatchNorm it was, in place, and return the model."""
     for layer in model.modules():
         if isinstance(layer, FoldedNorm):
-            for name in ("phase", "clients", "seen", "fused"):
+            for added in layer.learned:
+                del layer._parameters[added]
+            for name in ("phase", "clients", "seen", "fused", "keep", "learned"):
                 layer.__dict__.pop(name, None)
             layer.__class__ = type(layer).plain  # pyrefly: ignore
     return model

@@ -39,6 +39,18 @@ def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+def cnn16(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small network (HBN's): three blocks of convolution, BatchNorm, ReLU, pooling, with 16, 32, 64 channels."""
+    channels, height, width = _image(shape, "cnn16")
+    layers: list[nn.Module] = []
+    for outside in (16, 32, 64):
+        convolution = nn.Conv2d(channels, outside, 3, padding=1)
+        layers += [convolution, nn.BatchNorm2d(outside), nn.ReLU(), nn.MaxPool2d(2)]
+        channels = outside
+    features = 64 * (height // 8) * (width // 8)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, classes))
+
+
 def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Two hidden layers of 128, each linear, ReLU, BatchNorm: the demo's network."""
     return nn.Sequential(
@@ -102,7 +114,13 @@ def resnet18(shape: tuple[int, ...], classes: int) -> nn.Module:
     return _resnet(_image(shape, "resnet18")[0], classes, [64, 128, 256, 512], 2, project=True)
 
 
-MODELS: dict[str, Factory] = {"cnn": cnn, "mlp": mlp, "resnet20": resnet20, "resnet18": resnet18}
+MODELS: dict[str, Factory] = {
+    "cnn": cnn,
+    "cnn16": cnn16,
+    "mlp": mlp,
+    "resnet20": resnet20,
+    "resnet18": resnet18,
+}
 
 
 def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:

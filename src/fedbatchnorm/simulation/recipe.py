@@ -12,50 +12,151 @@ from ..aggregation.defenses import defense
 from .schemes import SCHEMES
 
 Precision = Literal["float32", "tf32", "bf16", "float64"]
-_PRECISIONS = get_args(Precision)
-_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4}
+Algorithm = Literal["dsgd", "fedavg"]
+Schedule = Literal["constant", "step", "cosine", "exponential"]
+Optimizer = Literal["sgd", "adam"]
+Server = Literal["mean", "momentum", "adam"]
+_STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4, "cohort": 5}
+_STREAMS |= {"survey": 6, "client tests": 7}
 TARGETS = ("means", "variances", "gradients")
-ADVERSARY = ("byzantine", "attack", "targets", "defense")  # the fields of a recipe about liars
+ADVERSARY = ("byzantine", "attack", "targets", "defense")  # the fields of a recipe about Byzantine clients
+
+# What a field is where nothing else is asked for, by algorithm: the paper's recipe, and what people run.
+_USUAL: dict[str, dict[str, Any]] = {
+    "dsgd": {
+        "lr": 0.1,
+        "momentum": 0.99,
+        "momentum_kind": "dampened",
+        "local_state": "keep",
+        "schedule": "step",
+        "weighting": "equal",
+    },
+    "fedavg": {
+        "lr": 0.05,
+        "momentum": 0.9,
+        "momentum_kind": "ordinary",
+        "local_state": "reset",
+        "schedule": "constant",
+        "weighting": "size",
+    },
+}
+# Fields that came after the first results: a run's name holds one only where it is not what is usual.
+LATER = [
+    "algorithm",
+    "local_steps",
+    "local_epochs",
+    "cohort",
+    "optimizer",
+    "momentum_kind",
+    "local_state",
+    "clip",
+    "weight_decay",
+    "prox",
+    "schedule",
+    "decay",
+    "server",
+    "server_lr",
+    "server_momentum",
+    "calibrate",
+    "augment",
+    "groups",
+]
+_FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer", "server", "server_lr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a federation trains. The defaults are the paper's (appendix, table 2)."""
+    """How a federation trains. The defaults for distributed SGD are the paper's (appendix, table 2)."""
 
     scheme: str = "fbn"
-    """What clients normalise with, and what they share: see `fedbatchnorm list`."""
+    """What clients normalize with, and what they share: see `fedbatchnorm list`."""
     clients: int = 10
     """How many clients, n."""
     batch: int = 50
-    """Samples a client draws in a round."""
+    """Samples a client draws for a step."""
     rounds: int = 3000
     """How many rounds, T."""
-    lr: float = 0.1
-    """Learning rate of the first third; the second has a half of it, the last a third."""
-    momentum: float = 0.99
-    """Client momentum, dampened: g <- momentum g + (1 - momentum) gradient."""
+    lr: float | None = None
+    """Learning rate of the first round; 0.1 for dsgd, 0.05 for fedavg if not given."""
+    momentum: float | None = None
+    """Client momentum; 0.99 for dsgd, 0.9 for fedavg if not given."""
     beta: float = 0.1
     """Momentum of BatchNorm's running statistics."""
     switch: int | None = None
-    """The step at which FixBN freezes its statistics; half of the rounds if not given."""
-    weighting: Literal["equal", "size"] = "equal"
-    """Whether clients weigh the same, or by how much data they hold."""
+    """The round at which FixBN freezes its statistics; half of the rounds if not given."""
+    weighting: Literal["equal", "size"] | None = None
+    """Whether clients weigh the same, or by how much data they hold; equal for dsgd and with Byzantine
+    clients, size for fedavg if not given."""
     precision: Precision = "tf32"
     """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
     seed: int = 0
-    """Of everything that is drawn: weights, partition, batches, dropout."""
+    """Of everything that is drawn: weights, partition, cohorts, batches, dropout."""
     byzantine: int = 0
     """How many of the clients lie, f. They hold no data."""
     attack: str = "none"
     """What they send: see `fedbatchnorm list`; foe:10 and alie:3 give the factor."""
     targets: str = "usual"
-    """What they lie about: means, variances, gradients, joined by +, or all; the attack's usual if not
-    given. Gradients under attack go through the defense, too."""
+    """What they lie about: means, variances, gradients (under fedavg their whole update), joined by +, or
+    all; the attack's usual if not given. Gradients under attack go through the defense, too."""
     defense: str = "none"
     """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
+    algorithm: Algorithm = "dsgd"
+    """dsgd: every client sends one gradient a round. fedavg: a cohort of clients trains for several steps and
+    sends its weights."""
+    local_steps: int | None = None
+    """fedavg: steps of a client in a round. Give this or --local-epochs."""
+    local_epochs: int | None = None
+    """fedavg: passes of a client over its data in a round, the last, shorter batch included; 1 if
+    neither is given."""
+    cohort: int | None = None
+    """fedavg: how many clients take part in a round, drawn anew each time; all of them if not given."""
+    optimizer: Optimizer = "sgd"
+    """fedavg: what clients train with; adam has the usual settings (0.9, 0.999, 1e-8) and no use for
+    --momentum."""
+    momentum_kind: Literal["ordinary", "dampened"] | None = None
+    """ordinary: v <- momentum v + gradient, as in torch. dampened: v <- momentum v + (1 - momentum) gradient, as
+    in the paper. dampened for dsgd, ordinary for fedavg if not given."""
+    local_state: Literal["reset", "keep"] | None = None
+    """Whether a client's momentum (or Adam's moments) starts anew in each of its rounds or is kept from one to
+    the next; keep for dsgd, reset for fedavg if not given."""
+    clip: float | None = None
+    """Largest norm of a client's gradient; a longer one is scaled down to it."""
+    weight_decay: float = 0.0
+    """Added to the gradient, times the weights."""
+    prox: float = 0.0
+    """fedavg: FedProx's mu, which pulls a client's weights toward those that it was sent."""
+    schedule: Schedule | None = None
+    """How the learning rate falls with the rounds: constant; step: a half after a third, a third after two
+    thirds; cosine: to 0; exponential: times --decay each round. step for dsgd, constant for fedavg if not
+    given."""
+    decay: float = 0.998
+    """What the learning rate is multiplied by each round, for --schedule exponential."""
+    server: Server = "mean"
+    """fedavg: what the server does with the mean update: mean adds it, momentum is FedAvgM, adam is FedAdam."""
+    server_lr: float = 1.0
+    """fedavg: the server's learning rate."""
+    server_momentum: float = 0.9
+    """fedavg: the server's momentum (for --server adam, its first beta)."""
+    calibrate: bool = False
+    """Before the first round, clients make one pass with plain BatchNorm, and training starts from the merged
+    statistics of all layers, in place of mean 0 and variance 1."""
+    augment: bool = False
+    """Random crops (4 pixels of padding) and flips of training images, drawn on the device."""
+    groups: int = 2
+    """For the scheme groupnorm: into how many groups channels are split."""
 
     def __post_init__(self):
         check_fields(self)
+
+    def shares_of_cohort(self) -> tuple[int, int]:
+        """How many honest and how many Byzantine clients take part in a round.
+
+        A cohort holds its share of the Byzantine clients in every round, rounded up.
+        """
+        if self.cohort is None:
+            return self.honest(), self.byzantine
+        lying = -(-self.byzantine * self.cohort // self.clients)
+        return self.cohort - lying, lying
 
     def honest(self) -> int:
         """How many clients hold data and tell the truth."""
@@ -78,6 +179,10 @@ class Recipe:
         return self.rounds // 2 if self.switch is None else self.switch
 
 
+def _one_of(names: Any) -> tuple[type, Any, str]:
+    return str, lambda v: v in get_args(names), f"one of {', '.join(get_args(names))}"
+
+
 # Field -> (type, whether a value is fine, what it must be).
 _RULES: dict[str, tuple[type, Any, str]] = {
     "scheme": (str, lambda v: v in SCHEMES, f"one of {', '.join(SCHEMES)}"),
@@ -86,13 +191,31 @@ _RULES: dict[str, tuple[type, Any, str]] = {
     "points": (int, lambda v: v >= 2, "at least 2"),
     "rounds": (int, lambda v: v >= 1, "at least 1"),
     "lr": (float, lambda v: 0 < v < math.inf, "positive"),
+    "algorithm": _one_of(Algorithm),
+    "local_steps": (int, lambda v: v >= 1, "at least 1"),
+    "local_epochs": (int, lambda v: v >= 1, "at least 1"),
+    "cohort": (int, lambda v: v >= 1, "at least 1"),
+    "optimizer": _one_of(Optimizer),
+    "momentum_kind": (str, lambda v: v in ("ordinary", "dampened"), "ordinary or dampened"),
+    "local_state": (str, lambda v: v in ("reset", "keep"), "reset or keep"),
+    "clip": (float, lambda v: 0 < v < math.inf, "positive, or nothing for no clipping"),
+    "weight_decay": (float, lambda v: 0 <= v < math.inf, "at least 0"),
+    "prox": (float, lambda v: 0 <= v < math.inf, "at least 0"),
+    "schedule": _one_of(Schedule),
+    "decay": (float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "server": _one_of(Server),
+    "server_lr": (float, lambda v: 0 < v < math.inf, "positive"),
+    "server_momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "calibrate": (bool, lambda v: True, "true or false"),
+    "augment": (bool, lambda v: True, "true or false"),
+    "groups": (int, lambda v: v >= 1, "at least 1"),
     "momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "beta": (float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "gamma": (float, lambda v: 0 <= v <= 1, "between 0 (each client its own classes) and 1 (iid)"),
     "alpha": (float, lambda v: 0 < v < math.inf, "positive (0.1 is strongly heterogeneous, 10 nearly iid)"),
     "switch": (int, lambda v: v >= 0, "a step from 0 on, or nothing for half of the rounds"),
     "weighting": (str, lambda v: v in ("equal", "size"), "equal or size"),
-    "precision": (str, lambda v: v in _PRECISIONS, f"one of {', '.join(_PRECISIONS)}"),
+    "precision": _one_of(Precision),
     "seed": (int, lambda v: 0 <= v < 2**63, "a whole number from 0 on"),
     "evaluate_every": (int, lambda v: v >= 1, "at least 1"),
     "byzantine": (int, lambda v: v >= 0, "at least 0"),
@@ -108,8 +231,11 @@ _RULES: dict[str, tuple[type, Any, str]] = {
 def check_fields(config: Any) -> None:
     """Check every field that has a rule; an error names the field and says what it must be.
 
-    Whole numbers given for a field of numbers become floats, so that 0 and 0.0 are the same setting.
+    Whole numbers given for a field of numbers become floats, so that 0 and 0.0 are the same setting. What
+    depends on the algorithm and was not given is filled in.
     """
+    if isinstance(config, Recipe):
+        _fill_in(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in _RULES or (value is None and field.default is None):
@@ -121,12 +247,53 @@ def check_fields(config: Any) -> None:
         if type(value) is not kind or not fine(value):
             raise ValueError(f"{field.name} is {value!r}; it must be {wanted}")
     if isinstance(config, Recipe):
+        _check_algorithm(config)
         _check_adversary(config)
 
 
+def usual(recipe: Recipe, name: str) -> Any:
+    """What a field is where nothing else is asked for."""
+    found = _USUAL.get(recipe.algorithm, {}).get(name)
+    if name == "weighting" and recipe.byzantine:
+        found = "equal"
+    if name == "local_epochs" and recipe.algorithm == "fedavg" and recipe.local_steps is None:
+        found = 1
+    if found is None:
+        found = next(f.default for f in dataclasses.fields(Recipe) if f.name == name)
+    return found
+
+
+def _fill_in(recipe: Recipe) -> None:
+    for field in dataclasses.fields(Recipe):
+        if getattr(recipe, field.name) is None and field.name in (*_USUAL["fedavg"], "local_epochs"):
+            object.__setattr__(recipe, field.name, usual(recipe, field.name))
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    """The scheme, and settings of one algorithm alone, must go with the algorithm."""
+    scheme = SCHEMES[recipe.scheme]
+    if recipe.algorithm not in scheme.algorithms:
+        raise ValueError(
+            f"scheme {recipe.scheme!r} is for algorithm {' and '.join(scheme.algorithms)}, not for "
+            f"{recipe.algorithm}: {scheme.summary}"
+        )
+    if recipe.algorithm == "dsgd":
+        given = [name for name in _FEDAVG_ONLY if getattr(recipe, name) != usual(recipe, name)]
+        if given:
+            raise ValueError(f"{given[0]} is for algorithm fedavg; dsgd sends one gradient of every client")
+        if recipe.local_state == "reset":
+            raise ValueError("local_state is 'reset', but under dsgd clients keep their momentum")
+        return
+    if recipe.local_steps is not None and recipe.local_epochs is not None:
+        raise ValueError("local_steps and local_epochs are both given; give one of them")
+    if recipe.cohort is not None and recipe.cohort > recipe.clients:
+        raise ValueError(f"cohort is {recipe.cohort} of {recipe.clients} clients; it must be at most all")
+
+
 def _check_adversary(recipe: Recipe) -> None:
-    """Liars, attack, targets and defense must go together."""
+    """Byzantine clients, attack, targets and defense must go together."""
     f, n = recipe.byzantine, recipe.clients
+    honest, lying = recipe.shares_of_cohort()
     if recipe.attack != "none":
         object.__setattr__(recipe, "attack", plain_name(recipe.attack))
     if recipe.defense != "none":
@@ -135,12 +302,19 @@ def _check_adversary(recipe: Recipe) -> None:
         raise ValueError(f"byzantine is {f} and attack is {recipe.attack!r}; give both, or neither")
     if f and 2 * f >= n:
         raise ValueError(f"byzantine is {f} of {n} clients; nothing helps against half of them or more")
+    if lying >= honest:
+        raise ValueError(
+            f"byzantine is {f} of {n} clients, which is {lying} in a cohort of {recipe.cohort}; "
+            "nothing helps against half of them or more"
+        )
     if not recipe.is_plain() and recipe.scheme == "centralized":
         raise ValueError(
             "scheme is 'centralized', which has no clients that could lie: choose another scheme"
         )
     if "gradients" in recipe.targets_struck() and recipe.weighting == "size":
         raise ValueError("weighting is 'size', but robust rules for gradients weigh all clients the same")
+    if not recipe.is_plain() and recipe.algorithm == "fedavg" and recipe.weighting == "size":
+        raise ValueError("weighting is 'size', but robust rules weigh all clients the same: leave it out")
 
 
 def stream(seed: int, what: str, step: int = 0, *more: int) -> np.random.Generator:
@@ -154,5 +328,21 @@ def torch_seed(seed: int, what: str, step: int = 0, *more: int) -> int:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """lr / (1 + floor(3 t / T)): the paper's 0.1, 0.05, 0.033, a third of the rounds each."""
-    return recipe.lr / (1 + 3 * step // recipe.rounds)
+    """The learning rate of round t of T.
+
+    step is lr / (1 + floor(3 t / T)), the paper's 0.1, 0.05, 0.033, a third of the rounds each; cosine is
+    lr (1 + cos(pi t / T)) / 2; exponential is lr decay^t.
+
+    Example:
+        >>> cosine = Recipe(algorithm="fedavg", lr=0.2, schedule="cosine", rounds=4)
+        >>> [round(learning_rate(cosine, t), 4) for t in range(4)]
+        [0.2, 0.1707, 0.1, 0.0293]
+    """
+    assert recipe.lr is not None
+    if recipe.schedule == "step":
+        return recipe.lr / (1 + 3 * step // recipe.rounds)
+    if recipe.schedule == "cosine":
+        return recipe.lr * (1 + math.cos(math.pi * step / recipe.rounds)) / 2
+    if recipe.schedule == "exponential":
+        return recipe.lr * recipe.decay**step
+    return recipe.lr

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..data.datasets import ring_points
 from ..norm.moments import Running
 from .recipe import check_fields, torch_seed
-from .schemes import SCHEMES
+from .schemes import PAPER, SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class Ring:
 
     def __post_init__(self):
         check_fields(self)
+        if self.scheme not in PAPER:
+            raise ValueError(f"scheme is {self.scheme!r}; on the ring it must be one of {', '.join(PAPER)}")
 
     def identity(self) -> dict[str, object]:
         """The fields that determine the result."""

@@ -1,0 +1,325 @@
+"""FedAvg: a cohort of clients trains for several steps each, and the server averages what comes back.
+
+Clients run side by side in lanes (`lanes`). What a client was sent, and what it hands back, are rows of matrices
+as large as the cohort; only what clients keep from one of their rounds to the next takes memory for all of them.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..aggregation.statistics import Rows as ServerRows
+from ..norm.moments import Moments, round_momentum, tracked_steps
+from .byzantine import client_gradients, robust_update_of, through_rule
+from .device import Machine
+from .federation import Federation, Work, copy_state
+from .lanes import Lane, Rows, unrolled
+from .optim import Local, local_step, server_buffers, server_step
+from .packing import Packing
+from .recipe import learning_rate, torch_seed
+from .schemes import Phase
+from .survey import survey
+
+# Clients side by side on a GPU, chosen by measuring on an H200: more do not help.
+_LANES, _LANES_OF_LARGE, _LARGE = 10, 5, 2**23  # bytes of the largest activation of a batch
+
+
+class FedAvg:
+    """Rounds of federated averaging (McMahan et al., 2017), with FedProx, FedAvgM and FedAdam."""
+
+    def __init__(self, federation: Federation, machine: Machine, chunk: int | None):
+        """Set up what is kept between rounds.
+
+        Args:
+            federation: model, clients and recipe.
+            machine: how rounds run.
+            chunk: clients side by side on a GPU; ten, or five where a batch is large, if not given.
+        """
+        self.federation, self.machine, self.recipe = federation, machine, federation.recipe
+        recipe, scheme, device, dtype = self.recipe, federation.scheme, federation.device, federation.dtype
+        self.packing = Packing(federation.model, federation.layers, machine.replays)
+        d, c, n = self.packing.size, sum(self.packing.channels), len(federation.parts)
+        self.how, self.cohort = Local.of(recipe), recipe.shares_of_cohort()[0]
+        self.rate = torch.zeros((), device=device, dtype=dtype)
+        self.weights = torch.zeros(d, device=device, dtype=dtype)
+        self.statistics = torch.zeros(2, c, device=device, dtype=dtype)
+        self.packing.adopt(federation.model, self.weights, self.statistics)
+        self.server = self.weights.new_zeros(server_buffers(recipe), d)
+        kept = n if recipe.local_state == "keep" else 0
+        self.client_state = self.weights.new_zeros(kept, self.how.buffers(), d)
+        self.client_steps = self.weights.new_zeros(kept)
+        self.places = self.packing.places(scheme.own).to(device)
+        self.own_weights = self.weights[self.places].repeat(n if len(self.places) else 0, 1)
+        own_statistics = n if "statistics" in scheme.own else 0
+        self.own_statistics = self.statistics.repeat(own_statistics, 1, 1)
+        large = recipe.batch * federation.largest >= _LARGE
+        self._chunk, self._lanes = chunk or (_LANES_OF_LARGE if large else _LANES), list[Lane]()
+        self._rows: Rows | None = None
+
+    def round(self, step: int) -> Tensor:
+        """One round of a cohort; returns the clients' mean training loss, without waiting for the device."""
+        try:
+            return self._round(step)
+        except Exception as error:
+            if not self.machine.replays:
+                raise
+            self.machine.go_eager(error)
+            self._lanes = []
+            return self._round(step)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next round depends on: weights, statistics, the server's and the clients' own state.
+
+        Vectors are in the order of the model's parameters, whatever the layout that this device works with.
+        """
+        state = {f"model.{k}": v for k, v in self.federation.model.state_dict().items()}
+        vectors = {name: value[..., self.packing.order] for name, value in self._vectors().items()}
+        return state | vectors | self._more()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over a `state`, from this device or another."""
+        vectors = self._vectors()
+        copy_state(self.state(), state, skip=vectors)
+        for name, value in vectors.items():
+            value[..., self.packing.order] = state[name].to(value)
+
+    def _vectors(self) -> dict[str, Tensor]:
+        """What is kept, besides the model, in the layout of flat vectors."""
+        found = {"server": self.server, "client_state": self.client_state}
+        return {name: value for name, value in found.items() if value.numel()}
+
+    def _more(self) -> dict[str, Tensor]:
+        """What else is kept."""
+        found = {
+            "client_steps": self.client_steps,
+            "own_weights": self.own_weights,
+            "own_statistics": self.own_statistics,
+        }
+        return {name: value for name, value in found.items() if value.numel()}
+
+    @contextlib.contextmanager
+    def as_client(self, client: int) -> Iterator[None]:
+        """The model as a client has it, with what it keeps to itself."""
+        before = self.weights.clone(), self.statistics.clone()
+        try:
+            self._become(client)
+            yield
+        finally:
+            self.weights.copy_(before[0])
+            self.statistics.copy_(before[1])
+
+    @contextlib.contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """The model as it is evaluated after `step` rounds: some schemes measure once more for it."""
+        phase = self._phase(max(0, step - 1))
+        if phase.survey is None or not phase.survey.again or not step:
+            yield
+            return
+        before = self.weights.clone(), self.statistics.clone()
+        seen = survey(self.federation, self.machine, step - 1, phase, phase.survey, self._become)
+        try:
+            self.weights.copy_(before[0])
+            self.statistics.copy_(torch.stack(self._merged(seen, 1.0, phase)))
+            yield
+        finally:
+            self.statistics.copy_(before[1])
+
+    def _phase(self, step: int) -> Phase:
+        return self.federation.scheme.phase(step, self.recipe.switch_step())
+
+    def _become(self, client: int) -> None:
+        """Put what a client keeps to itself into the model."""
+        if len(self.own_weights):
+            self.weights[self.places] = self.own_weights[client]
+        if len(self.own_statistics):
+            self.statistics.copy_(self.own_statistics[client])
+
+    def _round(self, step: int) -> Tensor:
+        federation, recipe = self.federation, self.recipe
+        work, phase = federation.work(step), self._phase(step)
+        if step == 0 and len(self.own_statistics):
+            self.own_statistics.copy_(self.statistics)  # which may have been calibrated
+        self.rate.fill_(learning_rate(recipe, step))
+        surveyed = None
+        if phase.survey is not None:
+            before = self.weights.clone()
+            surveyed = survey(federation, self.machine, step, phase, phase.survey, self._become)
+            self.weights.copy_(before)
+        clients = self.machine.upload(work.clients)
+        index = self.machine.upload(work.index)
+        rows = self._send(clients)
+        first = 0
+        if phase.first is not None:
+            self._first_step(rows, work, index, phase, step)
+            first = 1
+        self._train(rows, work, index, phase, first, step)
+        shares = self.machine.upload(federation.shares(work.clients)).to(self.weights.dtype)
+        self._receive(rows, clients, shares, step)
+        self._share(rows, surveyed, clients, shares, work, phase, step)
+        return shares @ rows.losses
+
+    def _send(self, clients: Tensor) -> Rows:
+        """What each client of the round starts with: the server's, and what it keeps to itself."""
+        if self._rows is None:
+            m, c = self.cohort, self.statistics.shape[1]
+            keeps = self.recipe.local_state == "keep" or self.federation.scheme.before.first is not None
+            state = self.weights.new_zeros(m if keeps else 0, self.how.buffers(), self.packing.size)
+            statistics = torch.zeros(m, 2, c, device=self.weights.device, dtype=torch.float64)
+            weights = self.weights.new_zeros(m, self.packing.size)
+            counts = torch.zeros_like(statistics[:, 0])
+            sent = torch.zeros_like(weights[: m if self.how.prox else 0])
+            taken, losses = weights.new_zeros(m), weights.new_zeros(m)
+            self._rows = Rows(weights, sent, state, taken, statistics, counts, losses)
+        rows = self._rows
+        rows.weights.copy_(self.weights)
+        rows.statistics.copy_(self.statistics)
+        for zero in (rows.state, rows.taken, rows.counts, rows.losses):
+            zero.zero_()
+        if self.recipe.local_state == "keep":
+            rows.state.copy_(self.client_state[clients])
+            rows.taken.copy_(self.client_steps[clients])
+        if len(self.own_weights):
+            rows.weights[:, self.places] = self.own_weights[clients]
+        if len(self.own_statistics):
+            rows.statistics.copy_(self.own_statistics[clients])
+        if self.how.prox:
+            rows.sent.copy_(rows.weights)
+        return rows
+
+    def _train(self, rows: Rows, work: Work, index: Tensor, phase: Phase, first: int, step: int) -> None:
+        """Every client's local steps, lane beside lane."""
+        steps, machine = work.steps(), self.machine
+        lanes = self._lanes_for(len(steps))
+        each = self.federation.local_steps()  # of all clients, so that graphs serve every cohort
+        unroll = unrolled(max(1, int(np.median(each)) - first))
+        seeds = [torch_seed(self.recipe.seed, "dropout", step, int(client)) for client in work.clients]
+        if machine.replays:
+            for lane in lanes:
+                lane.capture(phase, work.sizes, first, unroll)
+            main = torch.cuda.current_stream(self.weights.device)
+            for lane in lanes:
+                lane.stream.wait_stream(main)
+        for i in np.argsort(-steps, kind="stable"):  # the longest first, so that lanes end together
+            lane = lanes[0]
+            if machine.replays:
+                lane = min(lanes, key=lambda lane: lane.queued)
+            with torch.cuda.stream(lane.stream) if machine.replays else contextlib.nullcontext():
+                lane.load(rows, int(i))
+                lane.train(phase, index[i], work.sizes[i], first, seeds[i], unroll)
+                lane.store(rows, int(i), int(steps[i]))
+            lane.queued += int(steps[i])
+        for lane in lanes:
+            lane.queued = 0
+            if machine.replays:
+                torch.cuda.current_stream(self.weights.device).wait_stream(lane.stream)
+
+    def _lanes_for(self, clients: int) -> list[Lane]:
+        """The lanes; made at the first round."""
+        if not self._lanes:
+            most = int(self.federation.local_steps().max())
+            count = min(clients, self._chunk) if self.machine.replays else 1
+            self._lanes = [
+                Lane(self.federation, self.machine, self.packing, self.rate, most) for _ in range(count)
+            ]
+        return self._lanes
+
+    def _first_step(self, rows: Rows, work: Work, index: Tensor, phase: Phase, step: int) -> None:
+        """The first local step of all clients of the round, side by side: their layers see all of them."""
+        federation, machine, recipe = self.federation, self.machine, self.recipe
+        assert phase.first is not None
+        sizes = machine.upload(work.sizes[:, :1])
+        keep = torch.arange(recipe.batch, device=index.device) < sizes
+        weights = keep / sizes.to(self.weights.dtype)
+        chosen = index[:, 0]
+        x = federation.data.inputs(federation.samples(chosen.flatten())).unflatten(0, chosen.shape)
+        federation.model.train()
+        for layer in federation.layers.values():
+            layer.start(phase._replace(normalise=phase.first))
+        stacked = dict(zip(self.packing.names, self.packing.views(rows.weights), strict=True))
+        arguments = x, federation.data.train.y[chosen], len(x), machine.half, stacked, weights
+        gradients, losses = client_gradients(federation.model, federation.layers, *arguments)
+        flat = torch.empty_like(gradients)
+        flat[:, self.packing.order] = gradients
+        seen = [layer.rows(name, 1) for name, layer in federation.layers.items()]
+        for i in range(len(x)):
+            taken = rows.taken[i]
+            sent = rows.weights[i].clone()
+            local_step(rows.weights[i], flat[i], rows.state[i], taken, sent, self.rate, self.how)
+        if seen:
+            mean, var = (torch.cat([getattr(m, k) for m in seen], 1).double() for k in ("mean", "var"))
+            count = torch.cat([m.count.double().expand(m.mean.shape[1]) for m in seen])
+            after = phase.kept.over_steps(
+                Moments(rows.counts, rows.statistics[:, 0], rows.statistics[:, 1]),
+                Moments(count, mean, var),
+                recipe.beta,
+            )
+            rows.counts.copy_(after.count)
+            rows.statistics.copy_(torch.stack([after.mean, after.var], 1))
+        rows.losses.copy_(losses)
+
+    def _receive(self, rows: Rows, clients: Tensor, shares: Tensor, step: int) -> None:
+        """The server's step with the clients' weights; what clients keep is put away first."""
+        if self.recipe.local_state == "keep":
+            self.client_state[clients] = rows.state
+            self.client_steps[clients] = rows.taken
+        if len(self.own_weights):
+            self.own_weights[clients] = rows.weights[:, self.places]
+        updates = rows.weights.sub_(self.weights)
+        if "gradients" in self.recipe.targets_struck():
+            update = robust_update_of(updates, self.recipe, step)
+        else:
+            update = shares @ updates
+        server_step(self.weights, update, self.server, self.recipe)
+
+    def _share(
+        self,
+        rows: Rows,
+        surveyed: Moments | None,
+        clients: Tensor,
+        shares: Tensor,
+        work: Work,
+        phase: Phase,
+        step: int,
+    ) -> None:
+        """The statistics that the next round's clients are sent."""
+        kept = Moments(rows.counts, *rows.statistics.unbind(1))
+        if len(self.own_statistics):  # for the model as a whole, the mean of what clients have
+            self.own_statistics[clients] = rows.statistics.to(self.own_statistics.dtype)
+            self.statistics.copy_(
+                torch.stack(phase.kept.merge(*self.statistics, kept, shares, 1.0, kept.count))
+            )
+        if phase.share is None or not self.statistics.numel():
+            return
+        seen = work.sizes.sum(1)
+        steps = float(seen @ work.steps() / seen.sum())
+        beta = round_momentum(self.recipe.beta, 0, steps)
+        if surveyed is not None:
+            assert phase.survey is not None
+            kept, beta = surveyed, phase.survey.momentum
+        mean, var = self._merged(kept, beta, phase, shares, step)
+        self.statistics.copy_(torch.stack([mean, var]))
+        for layer in self.federation.layers.values():
+            layer.num_batches_tracked += tracked_steps(steps)  # pyrefly: ignore
+
+    def _merged(
+        self, kept: Moments, beta: float, phase: Phase, shares: Tensor | None = None, step: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next mean and variance of all layers, (C,); through the server's rule in a round with one."""
+        mean, var = self.statistics.double()
+        total = kept.count.sum(0)
+        if step is None or self.recipe.is_plain():
+            return phase.kept.merge(mean, var, kept, shares, beta, total)
+        _, lying = self.recipe.shares_of_cohort()
+        total = total * (1 + lying / self.cohort)  # Byzantine clients claim as many values as the others
+
+        def form(seen: list[Moments]) -> ServerRows:
+            rows = phase.kept.rows(mean, var, seen[0], beta, total)
+            layers = self.federation.layers.values()
+            floor = torch.cat([torch.full_like(layer.running_mean, layer.eps) for layer in layers])
+            return ServerRows(*rows, torch.full_like(mean, beta), total.clamp(min=2), floor.double())
+
+        new_mean, new_var, fine = through_rule(phase, form, [kept], self.recipe, step)
+        return torch.where(fine, new_mean, mean), torch.where(fine, new_var, var)

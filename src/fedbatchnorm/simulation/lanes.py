@@ -1,0 +1,286 @@
+"""A lane: the place on the device where one client after another trains, beside the other lanes.
+
+A lane has a model, an optimizer and statistics of its own. On a CPU there is one lane, and a client's steps are
+calls. On a CUDA GPU there are several, each with a stream and with graphs of its steps: what a client trains on is
+copied into the lane, and the host only says how often to replay which graph. So clients with any number of steps
+run side by side.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..norm.moments import Moments
+from .device import Machine, capture, set_seed, weighted_loss
+from .federation import Federation
+from .optim import Local, local_step
+from .packing import Packing
+from .schemes import Phase
+from .sharing import Kept
+
+_UNROLLED = 25  # local steps in one graph, at most
+
+
+class Rows(NamedTuple):
+    """What the clients of a round are sent, and what comes back: a row each.
+
+    weights: (M, d).
+    sent: (M, d), the weights as they were sent, or (0, d) where nobody asks.
+    state: (M, buffers, d) of the optimizer, or (0, ...) where it starts anew.
+    taken: (M,) steps that the state has seen.
+    statistics: (M, 2, C), mean and variance of all layers: running ones, or of what was seen.
+    counts: (M, C), how many values were seen.
+    losses: (M,), mean over the client's steps.
+    """
+
+    weights: Tensor
+    sent: Tensor
+    state: Tensor
+    taken: Tensor
+    statistics: Tensor
+    counts: Tensor
+    losses: Tensor
+
+
+class Lane:
+    """A model with its optimizer and statistics in flat vectors, trained by one client at a time."""
+
+    def __init__(self, federation: Federation, machine: Machine, packing: Packing, rate: Tensor, steps: int):
+        """Make a copy of the federation's model.
+
+        Args:
+            federation: model, data and recipe.
+            machine: how steps run.
+            packing: the layout of flat vectors.
+            rate: the learning rate, read at every step.
+            steps: the most that a client takes in a round.
+        """
+        recipe, device, dtype = federation.recipe, federation.device, federation.dtype
+        self.federation, self.machine, self.rate, self.how = federation, machine, rate, Local.of(recipe)
+        self.model = copy.deepcopy(federation.model).train()
+        self.layers = {name: self.model.get_submodule(name) for name in federation.layers}
+        for layer in self.layers.values():
+            layer.clients, layer.fused = 1, machine.fuses  # pyrefly: ignore
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        d, c = packing.size, sum(packing.channels)
+        self.weights, self.sent, self.gradient = zeros(d), zeros(d if self.how.prox else 0), zeros(d)
+        self.state, self.taken = zeros(self.how.buffers(), d), zeros()
+        self.statistics = zeros(2, c)
+        self.kept, self.counts = zeros(2, c, dtype=torch.float64), zeros(c, dtype=torch.float64)
+        self.loss = zeros()
+        self.parameters = packing.adopt(self.model, self.weights, self.statistics)
+        self.gradients = packing.views(self.gradient)
+        self.table = zeros(steps, recipe.batch, dtype=torch.int64)
+        self.sizes, self.at = zeros(steps), zeros(1, dtype=torch.int64)
+        self.whole = torch.full((recipe.batch,), 1 / recipe.batch, dtype=dtype, device=device)
+        self.places = torch.arange(recipe.batch, device=device)
+        self.own_statistics = "statistics" in federation.scheme.own
+        self.queued = 0  # steps that the round has given to this lane so far
+        if machine.replays:
+            self.stream = torch.cuda.Stream(device)
+            self._default = torch.cuda.default_generators[torch.cuda._get_device_index(device)]
+            self._generator = self._default.clone_state()
+            self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+
+    def load(self, rows: Rows, i: int) -> None:
+        """Take what client i of the round was sent."""
+        self.weights.copy_(rows.weights[i])
+        if self.how.prox:
+            self.sent.copy_(rows.sent[i])
+        if len(rows.state):
+            self.state.copy_(rows.state[i])
+            self.taken.copy_(rows.taken[i])
+        else:
+            self.state.zero_()
+            self.taken.zero_()
+        self.statistics.copy_(rows.statistics[i])
+        self.kept.copy_(rows.statistics[i])
+        self.counts.copy_(rows.counts[i])
+        self.loss.copy_(rows.losses[i])
+
+    def store(self, rows: Rows, i: int, steps: int) -> None:
+        """Hand back what client i of the round ends with."""
+        rows.weights[i].copy_(self.weights)
+        if len(rows.state):
+            rows.state[i].copy_(self.state)
+            rows.taken[i].copy_(self.taken)
+        rows.statistics[i].copy_(self.kept)
+        rows.counts[i].copy_(self.counts)
+        torch.div(self.loss, steps, out=rows.losses[i])
+
+    def train(
+        self, phase: Phase, index: Tensor, sizes: np.ndarray, first: int, seed: int, unroll: int
+    ) -> None:
+        """All steps of a client, from step `first` on.
+
+        Args:
+            phase: what it normalizes with, and what it keeps of what it saw.
+            index: (steps, batch) on the device.
+            sizes: (steps,), how many of a step's samples count; 0 at the end where there are fewer steps.
+            first: steps that are done already.
+            seed: of dropout and augmentation.
+            unroll: how many whole steps one graph may hold.
+        """
+        batch = self.federation.recipe.batch
+        sizes = sizes[: int((sizes > 0).sum())]
+        if not self.machine.replays:
+            set_seed(self.federation.device, seed)
+            for chosen, size in zip(index[first : len(sizes)], sizes[first:].tolist(), strict=True):
+                self.step(phase, chosen[:size])
+            return
+        self.table[: len(index)].copy_(index)
+        self.sizes[: len(sizes)].copy_(self.machine.upload(sizes))
+        self.at.fill_(first)
+        self._generator.manual_seed(seed)
+        for whole, length in runs(sizes[first:] == batch):
+            while length:
+                steps = unroll if whole and length >= unroll else 1
+                self._graph(phase, whole, steps).replay()
+                length -= steps
+
+    def capture(self, phase: Phase, sizes: np.ndarray, first: int, unroll: int) -> None:
+        """Capture the graphs that a round of these clients will need, before any lane runs.
+
+        Args:
+            phase: of the round.
+            sizes: (M, steps), how many samples of a step count.
+            first: steps that are done already.
+            unroll: how many whole steps one graph may hold.
+        """
+        batch = self.federation.recipe.batch
+        stretches = {run for row in sizes for run in runs(row[first : int((row > 0).sum())] == batch)}
+        for whole, length in sorted(stretches, reverse=True):
+            if whole and length >= unroll:
+                self._graph(phase, True, unroll)
+            if not whole or length % unroll:
+                self._graph(phase, whole, 1)
+
+    def step(self, phase: Phase, index: Tensor, size: Tensor | None = None) -> None:
+        """One step on a batch; `size` is how many of its samples count, if not all."""
+        federation, machine = self.federation, self.machine
+        if size is None and len(index) == 1:  # torch's BatchNorm refuses a single value, and we do not
+            size = torch.ones_like(self.whole[:1])
+        keep = None if size is None else (self.places[: len(index)] < size).to(self.weights.dtype)
+        for layer in self.layers.values():
+            layer.start(phase)  # pyrefly: ignore
+            layer.keep = keep  # pyrefly: ignore
+        x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
+        if keep is not None:
+            weights = keep / size
+        else:
+            weights = (
+                self.whole if len(index) == len(self.whole) else self.whole.new_full(y.shape, 1 / len(y))
+            )
+        loss = machine.call(weighted_loss, self.model, x, y, weights, machine.half)
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        with torch.no_grad():
+            found = [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(self.parameters, gradients, strict=True)
+            ]
+            torch._foreach_copy_(self.gradients, found)
+            machine.call(
+                local_step,
+                self.weights,
+                self.gradient,
+                self.state,
+                self.taken,
+                self.sent,
+                self.rate,
+                self.how,
+            )
+            self._keep(phase)
+            self.loss += loss.detach()
+
+    def _keep(self, phase: Phase) -> None:
+        """Add what the layers saw in a step to what the client keeps."""
+        wanted = phase.survey is None and (phase.share is not None or self.own_statistics)
+        seen = [layer.rows(name, 1, wanted) for name, layer in self.layers.items()]  # pyrefly: ignore
+        if not wanted or not seen or None in seen:
+            return
+        beta = self.federation.recipe.beta
+        self.machine.call(add_step, phase.kept, self.counts, self.kept, seen, beta)
+
+    def _graph(self, phase: Phase, whole: bool, steps: int) -> torch.cuda.CUDAGraph:
+        key = id(phase), whole, steps
+        if key not in self._graphs:
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+
+            def one_step() -> None:
+                index = self.table.index_select(0, self.at).view(-1)
+                self.step(phase, index, None if whole else self.sizes.index_select(0, self.at))
+                self.at.add_(1).remainder_(len(self.table))
+
+            def work() -> Tensor:
+                for _ in range(steps):
+                    one_step()
+                return self.loss
+
+            place = {"pool": pool, "stream": self.stream}
+            self._graphs[key] = self._with_generator(
+                lambda: capture(work, self.federation.device, warm_up=one_step, times=2, **place)[0]
+            )
+        return self._graphs[key]
+
+    def _with_generator(self, make: Callable[[], torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
+        """Capture with random numbers of the lane's own: lanes run at the same time."""
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._generator)
+        try:
+            return make()
+        finally:
+            self._default.graphsafe_set_state(before)
+
+
+def add_step(how: Kept, counts: Tensor, kept: Tensor, seen: Sequence[Moments], beta: float) -> None:
+    """Add one step to what a client keeps, all layers side by side, in place.
+
+    Args:
+        how: moments of all steps, or running statistics.
+        counts: (C,), values seen so far.
+        kept: (2, C), mean and variance so far, in float64.
+        seen: each layer's moments in the step, (1, c).
+        beta: momentum of running statistics.
+    """
+    mean, var = (torch.cat([getattr(m, k)[0] for m in seen]).to(kept.dtype) for k in ("mean", "var"))
+    count = torch.cat([_by_channel(m) for m in seen]).to(kept.dtype)
+    after = how.over_steps(Moments(counts, *kept), Moments(count, mean, var), beta)
+    counts.copy_(after.count)
+    kept.copy_(torch.stack([after.mean, after.var]))
+
+
+def _by_channel(seen: Moments) -> Tensor:
+    """One client's count, once for every channel, (c,)."""
+    mean = seen.mean[0]
+    count = seen.count
+    return count.flatten().expand_as(mean) if isinstance(count, Tensor) else torch.full_like(mean, count)
+
+
+def runs(flags: np.ndarray) -> list[tuple[bool, int]]:
+    """Lengths of stretches of equal values.
+
+    Example:
+        >>> runs(np.array([True, True, False, True]))
+        [(True, 2), (False, 1), (True, 1)]
+    """
+    ends = [*(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)] if len(flags) else []
+    starts = [0, *ends[:-1]]
+    return [(bool(flags[a]), b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def unrolled(steps: int) -> int:
+    """How many steps of a client one graph should hold: a divisor of the steps, or eight.
+
+    Example:
+        >>> [unrolled(s) for s in (1, 10, 125, 97)]
+        [1, 10, 25, 8]
+    """
+    best = max(d for d in range(1, _UNROLLED + 1) if steps % d == 0)
+    return best if best >= min(steps, 5) else min(steps, 8)
