@@ -22,9 +22,18 @@ from common import result
 from round import Centralised, Loop, dataset
 
 from fedbatchnorm.simulation import models
-from fedbatchnorm.simulation.device import Replay, arithmetic, compiled, own_random_state, set_seed
+from fedbatchnorm.simulation.device import (
+    Replay,
+    arithmetic,
+    compiled,
+    model_inputs,
+    own_random_state,
+    set_seed,
+    weighted_loss,
+)
 from fedbatchnorm.simulation.recipe import Recipe, stream
-from fedbatchnorm.simulation.simulator import Simulation, draw, model_inputs, weighted_loss
+from fedbatchnorm.simulation.federation import draw
+from fedbatchnorm.simulation.simulator import Simulation
 
 CLIENTS, BATCH, SHAPE = 10, 50, (3, 32, 32)
 CONVOLUTIONS = [(3, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16)]  # channels in, out, size

@@ -20,7 +20,8 @@ import fedbatchnorm as fbn
 from fedbatchnorm.data.datasets import Dataset, Split
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.recipe import Recipe, stream
-from fedbatchnorm.simulation.simulator import Simulation, draw
+from fedbatchnorm.simulation.federation import draw
+from fedbatchnorm.simulation.simulator import Simulation
 
 CLIENTS = 10
 CASES = {
@@ -29,11 +30,11 @@ CASES = {
 }
 
 
-def dataset(shape):
+def dataset(shape, images=5000):
     """Random bytes of the right shape: the time of a round does not depend on what is learned."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(256, (5000, *shape), dtype=torch.uint8, generator=generator)
-    y = torch.randint(10, (5000,), generator=generator)
+    x = torch.randint(256, (images, *shape), dtype=torch.uint8, generator=generator)
+    y = torch.randint(10, (images,), generator=generator)
     mean, std = torch.full((shape[0], 1, 1), 127.5), torch.full((shape[0], 1, 1), 73.9)
     return Dataset(Split(x, y), Split(x, y), mean, std, tuple("0123456789"))
 

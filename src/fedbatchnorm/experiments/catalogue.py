@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..simulation.ring import Ring
-from ..simulation.schemes import SCHEMES
+from ..simulation.schemes import PAPER
 from .config import Run, digest
 
 Scale = Literal["full", "small"]
@@ -31,7 +31,7 @@ def fig1(scale: Scale, seeds: int) -> list[Run | Ring]:
 
 def fig2(scale: Scale, seeds: int) -> list[Run | Ring]:
     """Points as FBN and FixBN normalise them, and each scheme's distance from centralised."""
-    schemes = [scheme for scheme in SCHEMES if scheme != "centralized"]
+    schemes = [scheme for scheme in PAPER if scheme != "centralized"]
     return [
         Ring(scheme=scheme, gamma=gamma, seed=seed)
         for gamma in RING_GAMMAS
@@ -46,7 +46,7 @@ def fig3(scale: Scale, seeds: int, gammas: Iterable[float] = GAMMAS) -> list[Run
         Run(dataset=DATASET[scale], scheme=scheme, gamma=gamma, seed=seed)
         for seed in range(seeds)
         for gamma in gammas
-        for scheme in SCHEMES
+        for scheme in PAPER
     ]
 
 
@@ -56,7 +56,7 @@ def fig5(scale: Scale, seeds: int) -> list[Run | Ring]:
         Run(dataset=DATASET[scale], scheme=scheme, partition="dirichlet", alpha=alpha, seed=seed)
         for seed in range(seeds)
         for alpha in ALPHAS
-        for scheme in SCHEMES
+        for scheme in PAPER
     ]
     return runs + fig3(scale, seeds, gammas=[0.0])
 

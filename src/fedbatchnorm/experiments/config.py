@@ -10,7 +10,7 @@ from typing import Any
 from ..data.datasets import DATASETS
 from ..data.partition import PARTITIONS
 from ..simulation.models import MODELS
-from ..simulation.recipe import ADVERSARY, Recipe, check_fields
+from ..simulation.recipe import ADVERSARY, LATER, Recipe, check_fields, usual
 from ..simulation.ring import Ring
 
 _FORMAT = 1  # raised when the same configuration would no longer give the same result
@@ -20,7 +20,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "gaussian_ring": {"model": "mlp", "batch": 30, "rounds": 100},
     "digits": {"model": "mlp", "batch": 10, "rounds": 300},
     "cifar10": {"model": "cnn", "batch": 50, "rounds": 3000},
+    "mnist": {"model": "cnn", "batch": 50, "rounds": 3000},
+    "fashion_mnist": {"model": "cnn", "batch": 50, "rounds": 3000},
 }
+_FEDAVG_ROUNDS = 10  # fedavg's rounds hold many steps: a run has this many times fewer of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class Run(Recipe):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(table)}")
         for name, value in USUAL.get(self.dataset, {}).items():
             if getattr(self, name) is None:
+                if name == "rounds" and self.algorithm == "fedavg":
+                    value //= _FEDAVG_ROUNDS
                 object.__setattr__(self, name, value)
         if not isinstance(self.model, str) or not (self.model in MODELS or ":" in self.model):
             raise ValueError(
@@ -76,6 +81,7 @@ class Run(Recipe):
     def identity(self) -> dict[str, object]:
         """The fields that determine the result: what this partition and scheme do not use is left out."""
         unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
+        unused |= {name for name in LATER if getattr(self, name) == usual(self, name)}
         found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
         if self.is_plain():
             unused |= {*ADVERSARY}
@@ -139,6 +145,12 @@ def describe(config: Run | Ring) -> str:
         return f"ring, {config.scheme}, gamma {config.gamma:g}, seed {config.seed}"
     name, value = config.heterogeneity()
     split = config.partition if name is None else f"{name} {value:g}"
+    if config.algorithm == "fedavg":
+        steps = config.local_steps or config.local_epochs
+        each = f"{steps} {'epochs' if config.local_steps is None else 'steps'}".removesuffix(
+            "s" if steps == 1 else ""
+        )
+        split += f", {config.cohort or config.clients} of {config.clients} clients x {each}"
     liars = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
     rule = f", {config.defense}" if config.defense != "none" else ""
     return f"{config.dataset}, {config.scheme}, {split}{liars}{rule}, seed {config.seed}"

@@ -195,7 +195,9 @@ def _evaluate(simulation: Simulation, config: Run, loss: torch.Tensor) -> dict[s
     found, step = simulation.evaluate(), simulation.step
     assert config.evaluate_every is not None
     since = (step - 1) % config.evaluate_every + 1
-    return {
+    own = simulation.evaluate_clients()
+    more = {} if own is None else {"client_accuracy": own.accuracy, "client_loss": own.loss}
+    return more | {
         "round": step,
         "accuracy": found.accuracy,
         "loss": found.loss,
@@ -208,7 +210,8 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     rows = [json.loads(line) for line in folder.metrics_file.read_text(encoding="utf-8").splitlines()]
     last = rows[-1]
     best = max(row["accuracy"] for row in rows)
-    return {key: last[key] for key in ("accuracy", "loss", "round", "seconds")} | {"best_accuracy": best}
+    kept = ("accuracy", "loss", "round", "seconds", "client_accuracy")
+    return {key: last[key] for key in kept if key in last} | {"best_accuracy": best}
 
 
 def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
