@@ -16,11 +16,12 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
 
+from . import flags
 from .adapters.scaffold import write_app
 from .aggregation.aggregators import AGGREGATORS
 from .aggregation.attacks import ATTACKS
 from .aggregation.mixing import MIXING
-from .data import cifar10, datasets, partition
+from .data import cifar10, datasets, mnist, partition
 from .experiments import catalogue
 from .experiments.archive import SUFFIX, gather, write_archive
 from .experiments.config import USUAL, Run, describe, digest
@@ -41,8 +42,8 @@ class Where:
     out: Path = Path("runs")
     """Folder of the runs: one folder for each configuration, named after its hash."""
     data_dir: Path | None = None
-    """Folder with CIFAR-10; $FEDBATCHNORM_DATA or the user's cache folder if not given. It is downloaded
-    there when it is missing."""
+    """Folder with CIFAR-10, MNIST or Fashion-MNIST; $FEDBATCHNORM_DATA or the user's cache folder if not
+    given. They are downloaded there when they are missing."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     engine: Engine = "auto"
@@ -116,15 +117,24 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
 
 
 def run(
-    config: Annotated[Run, tyro.conf.arg(name="")], where: Annotated[Where, tyro.conf.arg(name="")]
+    model_and_data: flags.ModelAndData,
+    federation: flags.Federation,
+    training: flags.Training,
+    normalization: flags.Normalization,
+    byzantine_clients: flags.ByzantineClients,
+    where_to_run: Where,
 ) -> None:
     """Train one federation, from the first round to the last.
 
-    Interrupt it with Ctrl-C and run the same command again: it goes on from where it was, to the same
+    Interrupt it with Ctrl-C and run the same command again: it continues where it was, to the same
     result. A finished run is not run again.
 
     Example: fedbatchnorm run --dataset cifar10 --scheme fbn --partition gamma --gamma 0 --seed 0
+
+    Example: fedbatchnorm run --algorithm fedavg --local-epochs 1 --clients 100 --cohort 10 --clip 1
     """
+    where = where_to_run
+    config = flags.run_of(model_and_data, federation, training, normalization, byzantine_clients)
     if ":" in (config.model or ""):
         sys.path.append(str(Path.cwd()))  # for a model of the user's own
     _run([config], where)
@@ -135,6 +145,9 @@ def run(
         )
     summary = results[0].summary
     print(f"final accuracy {100 * summary['accuracy']:.2f}%, best {100 * summary['best_accuracy']:.2f}%")
+    if "client_accuracy" in summary:
+        own = 100 * summary["client_accuracy"]
+        print(f"clients with their own models, on test data split as theirs: {own:.2f}% on average")
     print(f"run folder: {where.out / digest(config)}")
     print(f"figures and tables: fedbatchnorm report {where.out}")
 
@@ -218,7 +231,9 @@ def collect(runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path]) 
 
 def list_names() -> None:
     """Everything that has a name: schemes, attacks, defenses, datasets, partitions, models, figures."""
-    _print_names("schemes", {name: f"{s.title}: {s.summary}" for name, s in SCHEMES.items()})
+    only = {name: f" ({s.algorithms[0]} only)" for name, s in SCHEMES.items() if len(s.algorithms) == 1}
+    lines = {name: f"{s.title}: {s.summary}{only.get(name, '')}" for name, s in SCHEMES.items()}
+    _print_names("schemes", lines)
     attacks = {name: f"{a.summary} (strikes {' and '.join(a.targets)})" for name, a in ATTACKS.items()}
     _print_names("attacks (--byzantine 3 --attack ...)", attacks)
     rules = {name: (rule.__doc__ or "").splitlines()[0] for name, rule in (MIXING | AGGREGATORS).items()}
@@ -248,8 +263,8 @@ def data(
     Example: fedbatchnorm data digits --split dirichlet --alpha 0.1
 
     Args:
-        dataset: gaussian_ring, digits or cifar10.
-        data_dir: folder with CIFAR-10; $FEDBATCHNORM_DATA or the user's cache folder if not given.
+        dataset: gaussian_ring, digits, cifar10, mnist or fashion_mnist.
+        data_dir: folder with the files; $FEDBATCHNORM_DATA or the user's cache folder if not given.
         split: a partition, to see what it gives to whom.
         gamma: for the gamma partition, from 0 (each client its own classes) to 1 (iid).
         alpha: for the dirichlet partition: the smaller, the more heterogeneous.
@@ -263,6 +278,8 @@ def data(
     print(f"{dataset}: {train} training and {test} test samples of {shape}, {len(loaded.classes)} classes")
     if dataset == "cifar10":
         print(f"all six files are there and their MD5 sums are right: {cifar10.find(data_dir)}")
+    if dataset in mnist.EDITIONS:
+        print(f"all four files are there and their MD5 sums are right: {mnist.find(data_dir, dataset)}")
     if split is None:
         return
     from .report.figures import holdings_figure

@@ -118,8 +118,8 @@ def line_search(
 
 
 class Attack(NamedTuple):
-    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text, and whether
-    it needs the host while it runs, which a CUDA graph cannot have."""
+    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text, and
+    whether it needs the host while it runs, which a CUDA graph cannot have."""
 
     lie: Callable[[Tensor, int, Defense, torch.Generator], Tensor]
     targets: tuple[str, ...]

@@ -39,8 +39,8 @@ class Run(Recipe):
     dataset: str = "digits"
     """What is learned: see `fedbatchnorm list`."""
     model: str | None = None
-    """cnn, mlp, resnet20, resnet18, or a function of your own as package.module:function;
-    the dataset's usual one if not given."""
+    """cnn, cnn16, mlp, resnet20, resnet18, or a function of your own as package.module:function; the
+    dataset's usual one if not given."""
     partition: str = "gamma"
     """How the data is split among the clients: iid, gamma, dirichlet."""
     gamma: float = 0.0
@@ -49,9 +49,9 @@ class Run(Recipe):
     alpha: float = 0.1
     """For the dirichlet partition: the smaller, the more heterogeneous."""
     batch: int | None = None  # pyrefly: ignore
-    """Samples a client draws in a round; the dataset's usual number if not given."""
+    """Samples of a client in a step; the dataset's usual number if not given."""
     rounds: int | None = None  # pyrefly: ignore
-    """How many rounds; the dataset's usual number if not given."""
+    """How many rounds; the dataset's usual number if not given, a tenth of it under fedavg."""
     evaluate_every: int | None = None
     """Rounds between evaluations; a thirtieth of all if not given."""
 
@@ -139,6 +139,18 @@ def from_json(content: Any) -> Run | Ring:
     return kind(**given)
 
 
+def local_work(run: Run) -> str:
+    """Who does how much in a round of fedavg, in words.
+
+    Example:
+        >>> local_work(Run(algorithm="fedavg", clients=100, cohort=10, local_steps=5))
+        'fedavg, 10 of 100 clients x 5 steps'
+    """
+    count, what = (run.local_epochs, "epoch") if run.local_steps is None else (run.local_steps, "step")
+    some = "all" if run.cohort is None else f"{run.cohort} of {run.clients}"
+    return f"fedavg, {some} clients x {count} {what}{'' if count == 1 else 's'}"
+
+
 def describe(config: Run | Ring) -> str:
     """A configuration in a few words, for progress bars and lists."""
     if isinstance(config, Ring):
@@ -146,11 +158,7 @@ def describe(config: Run | Ring) -> str:
     name, value = config.heterogeneity()
     split = config.partition if name is None else f"{name} {value:g}"
     if config.algorithm == "fedavg":
-        steps = config.local_steps or config.local_epochs
-        each = f"{steps} {'epochs' if config.local_steps is None else 'steps'}".removesuffix(
-            "s" if steps == 1 else ""
-        )
-        split += f", {config.cohort or config.clients} of {config.clients} clients x {each}"
+        split += f", {local_work(config)}"
     liars = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
     rule = f", {config.defense}" if config.defense != "none" else ""
     return f"{config.dataset}, {config.scheme}, {split}{liars}{rule}, seed {config.seed}"

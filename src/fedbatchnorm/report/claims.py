@@ -10,11 +10,11 @@ from typing import NamedTuple
 from safetensors.torch import load_file
 
 from ..simulation.ring import separability
-from ..simulation.schemes import SCHEMES
+from ..simulation.schemes import PAPER, SCHEMES
 from .groups import Comparison, Rings, Siege, ring_distances
 
 Measured = tuple[str, bool] | None
-_TITLE = {name: scheme.title for name, scheme in SCHEMES.items()}
+_TITLE = {name: SCHEMES[name].title for name in PAPER}
 
 
 class Claim(NamedTuple):
@@ -36,8 +36,9 @@ class Finding(NamedTuple):
 
 
 def judge_comparison(group: Comparison) -> list[Finding]:
-    """The claims on accuracy, for one comparison by gamma."""
-    return judge(ACCURACY_CLAIMS, group) if group.parameter == "gamma" else []
+    """The claims on accuracy, for one comparison by gamma under the paper's algorithm."""
+    fits = group.parameter == "gamma" and group.example.algorithm == "dsgd"
+    return judge(ACCURACY_CLAIMS, group) if fits else []
 
 
 def judge_rings(ring: Rings, figure: str) -> list[Finding]:

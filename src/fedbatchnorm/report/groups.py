@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..experiments.catalogue import FIGURES
-from ..experiments.config import Run
+from ..experiments.config import Run, local_work
 from ..experiments.folder import Result
-from ..simulation.recipe import ADVERSARY
+from ..simulation.recipe import ADVERSARY, LATER
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
 
@@ -53,15 +53,19 @@ class Comparison(NamedTuple):
         """What was run, in words; settings that are not the usual ones are named."""
         run = self.example
         text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
-        usual = vars(Run(dataset=run.dataset, rounds=run.rounds))
-        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every"):
-            if getattr(run, name) != usual[name]:
+        if run.algorithm == "fedavg":
+            text += f", {local_work(run)}"
+        usual = vars(Run(dataset=run.dataset, rounds=run.rounds, algorithm=run.algorithm))
+        told = {"algorithm", "local_steps", "local_epochs", "cohort"}
+        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every", *LATER):
+            if name not in told and getattr(run, name) != usual[name]:
                 text += f", {name.replace('_', ' ')} {getattr(run, name)}"
         return text
 
     def figure(self) -> str:
         """Which of the paper's figures this is."""
-        return {"gamma": "Figure 3", "alpha": "Figure 5"}.get(self.parameter or "", "Accuracy")
+        names = {"gamma": "Figure 3", "alpha": "Figure 5"} if self.example.algorithm == "dsgd" else {}
+        return names.get(self.parameter or "", "Accuracy")
 
     def unusual_clients(self) -> str:
         """How many clients there are, where they are not as many as in the paper."""
@@ -180,6 +184,8 @@ def sieges(results: list[Result]) -> list[Siege]:
 def figures_of(siege: Siege) -> str:
     """Which of the paper's figures a siege belongs to, in words; empty if none."""
     run = siege.example
+    if run.algorithm != "dsgd":
+        return ""
     names = [
         name.removeprefix("fig")
         for name, figure in FIGURES.items()

@@ -113,7 +113,8 @@ def through_rule(
 
 
 def robust_update_of(rows: Tensor, recipe: Recipe, step: int) -> Tensor:
-    """What the server makes of the honest clients' updates (h, d) and the liars': NaN if training has diverged."""
+    """What the server makes of the honest clients' updates (h, d) and the liars': NaN if training has
+    diverged."""
     rule, fine = server_rule(recipe), rows.isfinite().all()
     sent = with_lies(torch.where(fine, rows, 0), recipe, "gradients", rule, step)
     return torch.where(fine, rule(sent), torch.nan)
@@ -153,7 +154,7 @@ def client_gradients(
 
     def loss(
         parameters: dict[str, Tensor], x: Tensor, y: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
         for layer in layers.values():
             layer.seen = []
             layer.keep = None if weights is None else (weights > 0).to(weights.dtype)
@@ -166,14 +167,20 @@ def client_gradients(
             else F.cross_entropy(scores, y, reduction="none") @ weights
         )
         seen = {name: layer.seen[0] for name, layer in layers.items() if layer.seen}
-        counts.update({name: m.count for name, m in seen.items() if m is not None})
-        return value, {name: (m.mean[0], m.var[0]) for name, m in seen.items() if m is not None}
+        found = {name: m for name, m in seen.items() if m is not None}
+        counts.update({name: m.count for name, m in found.items() if isinstance(m.count, int)})
+        rows = {name: (m.mean[0], m.var[0]) for name, m in found.items()}
+        measured = {name: (m.count,) for name, m in found.items() if isinstance(m.count, Tensor)}
+        return value, {name: (*row, *measured.get(name, ())) for name, row in rows.items()}
 
-    counts: dict[str, int | Tensor] = {}
+    counts: dict[str, int] = {}  # those that are known beforehand; others leave with the rows
     each = torch.func.grad_and_value(loss, has_aux=True)
     dims = (None if stacked is None else 0, 0, 0, None if weights is None else 0)
     over = torch.func.vmap(each, in_dims=dims, randomness="different", chunk_size=chunk)
     gradients, (losses, seen) = over(own if stacked is None else stacked, x, y, weights)
     for name, layer in layers.items():
-        layer.seen, layer.keep = [Moments(counts[name], *seen[name])] if name in seen else [], None
+        layer.seen, layer.keep = [], None
+        if name in seen:
+            mean, var, *count = seen[name]
+            layer.seen.append(Moments(count[0] if count else counts[name], mean, var))
     return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).detach(), losses.detach()

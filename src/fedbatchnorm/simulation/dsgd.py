@@ -1,7 +1,7 @@
 """Distributed SGD: every client sends one gradient a round, all of them in one pass or a few.
 
-All clients of a round share the same parameters, so their batches are folded into one. Where gradients have to be
-known one by one (Byzantine clients, clipping), `vmap` runs over the clients.
+All clients of a round share the same parameters, so their batches are folded into one. Where gradients have
+to be known one by one (Byzantine clients, clipping), `vmap` runs over the clients.
 """
 
 import torch
@@ -28,8 +28,8 @@ class DistributedSGD:
         Args:
             federation: model, clients and recipe.
             machine: how rounds run.
-            chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations stay in the
-                cache are faster; for `centralized` always all.
+            chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations stay in
+                the cache are faster; for `centralized` always all.
         """
         self.federation, self.machine, self.recipe = federation, machine, federation.recipe
         recipe, device = self.recipe, federation.device
@@ -38,6 +38,8 @@ class DistributedSGD:
             federation.model.to(memory_format=torch.channels_last)  # pyrefly: ignore
             if why:
                 machine.go_eager(why)
+        assert recipe.momentum is not None
+        self._momentum, self._dampened = recipe.momentum, recipe.momentum_kind == "dampened"
         lied_about = "gradients" in recipe.targets_struck()
         self.one_by_one = lied_about or (recipe.clip is not None and recipe.scheme != "centralized")
         for layer in federation.layers.values():
@@ -119,7 +121,8 @@ class DistributedSGD:
         return loss.detach()
 
     def _learn_each(self, index: Tensor, rate: float | Tensor) -> Tensor:
-        """Every client's own gradient, clipped; with Byzantine clients their momenta and the server's rule."""
+        """Every client's own gradient, clipped; with Byzantine clients their momenta and the server's
+        rule."""
         recipe, federation, machine = self.recipe, self.federation, self.machine
         shape = (recipe.honest(), recipe.batch)
         x = machine.inputs(federation.data, federation.samples(index)).unflatten(0, shape)
@@ -139,7 +142,8 @@ class DistributedSGD:
         if recipe.weight_decay:
             flat = torch.cat([p.detach().flatten() for p in federation.parameters])
             rows = rows + recipe.weight_decay * flat
-        momenta = self.velocity[0].mul_(recipe.momentum).add_(rows, alpha=self._share_of_gradient())
+        share = 1 - self._momentum if self._dampened else 1.0
+        momenta = self.velocity[0].mul_(self._momentum).add_(rows, alpha=share)
         fine = momenta.isfinite().all()  # else training has diverged, and no rule can help
         rule, sent = server_rule(recipe), torch.where(fine, momenta, 0)
         direction = rule(with_lies(sent, recipe, "gradients", rule, self.step))
@@ -151,32 +155,24 @@ class DistributedSGD:
                 )
         return losses.mean()
 
-    def _share_of_gradient(self) -> float:
-        """How much of a gradient goes into the momentum."""
-        assert self.recipe.momentum is not None
-        return 1 - self.recipe.momentum if self.recipe.momentum_kind == "dampened" else 1.0
-
     def _descend(self, gradients: list[Tensor], rate: float | Tensor) -> None:
-        """Client momentum, then the server's step. The mean of the clients' momenta is the momentum of the mean
-        gradient, so that one buffer stands for all clients."""
-        recipe, parameters = self.recipe, list(self.federation.parameters)
+        """Client momentum, then the server's step. The mean of the clients' momenta is the momentum of the
+        mean gradient, so that one buffer stands for all clients."""
+        recipe = self.recipe
+        parameters: list[Tensor] = list(self.federation.parameters)
         with torch.no_grad():
             if recipe.clip is not None and not self.one_by_one:  # one machine has one gradient
-                torch.nn.utils.clip_grads_with_norm_(
-                    parameters,
-                    recipe.clip,
-                    torch.nn.utils.get_total_norm(gradients, foreach=True),
-                    foreach=True,
-                )
+                whole = torch.stack(torch._foreach_norm(gradients)).norm()  # pyrefly: ignore
+                torch._foreach_mul_(gradients, (recipe.clip / (whole + 1e-6)).clamp(max=1.0))
             if recipe.weight_decay:
-                gradients = torch._foreach_add(gradients, parameters, alpha=recipe.weight_decay)
-            if recipe.momentum_kind == "dampened":
-                torch._foreach_lerp_(self.velocity, gradients, 1 - recipe.momentum)
+                gradients = list(torch._foreach_add(gradients, parameters, alpha=recipe.weight_decay))
+            if self._dampened:
+                torch._foreach_lerp_(self.velocity, gradients, 1 - self._momentum)
             else:
-                torch._foreach_mul_(self.velocity, recipe.momentum)
+                torch._foreach_mul_(self.velocity, self._momentum)
                 torch._foreach_add_(self.velocity, gradients)
             if isinstance(rate, Tensor):
-                torch._foreach_sub_(parameters, torch._foreach_mul(self.velocity, rate))
+                torch._foreach_sub_(parameters, list(torch._foreach_mul(self.velocity, rate)))
             else:
                 torch._foreach_add_(parameters, self.velocity, alpha=-rate)
         for p in parameters:

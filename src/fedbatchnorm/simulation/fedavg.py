@@ -1,7 +1,8 @@
 """FedAvg: a cohort of clients trains for several steps each, and the server averages what comes back.
 
-Clients run side by side in lanes (`lanes`). What a client was sent, and what it hands back, are rows of matrices
-as large as the cohort; only what clients keep from one of their rounds to the next takes memory for all of them.
+Clients run side by side in lanes (`lanes`). What a client was sent, and what it hands back, are rows of
+matrices as large as the cohort; only what clients keep from one of their rounds to the next takes memory for
+all of them.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ from torch import Tensor
 from ..aggregation.statistics import Rows as ServerRows
 from ..norm.moments import Moments, round_momentum, tracked_steps
 from .byzantine import client_gradients, robust_update_of, through_rule
-from .device import Machine
+from .device import Machine, set_seed
 from .federation import Federation, Work, copy_state
-from .lanes import Lane, Rows, unrolled
+from .lanes import Batches, Lane, Rows, kinds_of, nothing_seen, unrolled
 from .optim import Local, local_step, server_buffers, server_step
 from .packing import Packing
 from .recipe import learning_rate, torch_seed
@@ -115,7 +116,7 @@ class FedAvg:
     def evaluating(self, step: int) -> Iterator[None]:
         """The model as it is evaluated after `step` rounds: some schemes measure once more for it."""
         phase = self._phase(max(0, step - 1))
-        if phase.survey is None or not phase.survey.again or not step:
+        if phase.survey is None or not phase.survey.again or not step or not self.federation.layers:
             yield
             return
         before = self.weights.clone(), self.statistics.clone()
@@ -144,18 +145,21 @@ class FedAvg:
             self.own_statistics.copy_(self.statistics)  # which may have been calibrated
         self.rate.fill_(learning_rate(recipe, step))
         surveyed = None
-        if phase.survey is not None:
+        if phase.survey is not None and federation.layers:
             before = self.weights.clone()
             surveyed = survey(federation, self.machine, step, phase, phase.survey, self._become)
             self.weights.copy_(before)
         clients = self.machine.upload(work.clients)
-        index = self.machine.upload(work.index)
+        short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
+        counts = self.machine.upload(work.sizes) if short and self.machine.replays else None
+        batches = Batches(self.machine.upload(work.index), work.sizes, counts)
         rows = self._send(clients)
         first = 0
         if phase.first is not None:
-            self._first_step(rows, work, index, phase, step)
+            set_seed(self.federation.device, torch_seed(recipe.seed, "dropout", step))
+            self._first_step(rows, batches, phase)
             first = 1
-        self._train(rows, work, index, phase, first, step)
+        self._train(rows, work, batches, phase, first, step)
         shares = self.machine.upload(federation.shares(work.clients)).to(self.weights.dtype)
         self._receive(rows, clients, shares, step)
         self._share(rows, surveyed, clients, shares, work, phase, step)
@@ -189,7 +193,7 @@ class FedAvg:
             rows.sent.copy_(rows.weights)
         return rows
 
-    def _train(self, rows: Rows, work: Work, index: Tensor, phase: Phase, first: int, step: int) -> None:
+    def _train(self, rows: Rows, work: Work, batches: Batches, phase: Phase, first: int, step: int) -> None:
         """Every client's local steps, lane beside lane."""
         steps, machine = work.steps(), self.machine
         lanes = self._lanes_for(len(steps))
@@ -197,8 +201,9 @@ class FedAvg:
         unroll = unrolled(max(1, int(np.median(each)) - first))
         seeds = [torch_seed(self.recipe.seed, "dropout", step, int(client)) for client in work.clients]
         if machine.replays:
+            kinds = kinds_of(work.sizes, self.recipe.batch, first, unroll)
             for lane in lanes:
-                lane.capture(phase, work.sizes, first, unroll)
+                lane.capture(phase, kinds)
             main = torch.cuda.current_stream(self.weights.device)
             for lane in lanes:
                 lane.stream.wait_stream(main)
@@ -207,8 +212,8 @@ class FedAvg:
             if machine.replays:
                 lane = min(lanes, key=lambda lane: lane.queued)
             with torch.cuda.stream(lane.stream) if machine.replays else contextlib.nullcontext():
-                lane.load(rows, int(i))
-                lane.train(phase, index[i], work.sizes[i], first, seeds[i], unroll)
+                lane.load(rows, int(i), fresh=not first)
+                lane.train(phase, batches, int(i), first, seeds[i], unroll)
                 lane.store(rows, int(i), int(steps[i]))
             lane.queued += int(steps[i])
         for lane in lanes:
@@ -226,14 +231,14 @@ class FedAvg:
             ]
         return self._lanes
 
-    def _first_step(self, rows: Rows, work: Work, index: Tensor, phase: Phase, step: int) -> None:
+    def _first_step(self, rows: Rows, batches: Batches, phase: Phase) -> None:
         """The first local step of all clients of the round, side by side: their layers see all of them."""
         federation, machine, recipe = self.federation, self.machine, self.recipe
         assert phase.first is not None
-        sizes = machine.upload(work.sizes[:, :1])
-        keep = torch.arange(recipe.batch, device=index.device) < sizes
+        sizes = machine.upload(batches.sizes[:, :1])
+        keep = torch.arange(recipe.batch, device=sizes.device) < sizes
         weights = keep / sizes.to(self.weights.dtype)
-        chosen = index[:, 0]
+        chosen = batches.index[:, 0]
         x = federation.data.inputs(federation.samples(chosen.flatten())).unflatten(0, chosen.shape)
         federation.model.train()
         for layer in federation.layers.values():
@@ -243,20 +248,28 @@ class FedAvg:
         gradients, losses = client_gradients(federation.model, federation.layers, *arguments)
         flat = torch.empty_like(gradients)
         flat[:, self.packing.order] = gradients
-        seen = [layer.rows(name, 1) for name, layer in federation.layers.items()]
+        found = {name: layer.rows(name, 1) for name, layer in federation.layers.items()}
+        layers = federation.layers
+        seen = [m or nothing_seen(layers[name].running()) for name, m in found.items()]
         for i in range(len(x)):
             taken = rows.taken[i]
             sent = rows.weights[i].clone()
             local_step(rows.weights[i], flat[i], rows.state[i], taken, sent, self.rate, self.how)
         if seen:
-            mean, var = (torch.cat([getattr(m, k) for m in seen], 1).double() for k in ("mean", "var"))
-            count = torch.cat([m.count.double().expand(m.mean.shape[1]) for m in seen])
+            every = (len(x), -1)
+            mean, var = (
+                torch.cat([getattr(m, k).expand(*every) for m in seen], 1).double() for k in ("mean", "var")
+            )
+            counts = [torch.as_tensor(m.count, device=mean.device).double().view(-1, 1) for m in seen]
+            count = torch.cat(
+                [c.expand(len(x), m.mean.shape[1]) for c, m in zip(counts, seen, strict=True)], 1
+            )
             after = phase.kept.over_steps(
                 Moments(rows.counts, rows.statistics[:, 0], rows.statistics[:, 1]),
                 Moments(count, mean, var),
                 recipe.beta,
             )
-            rows.counts.copy_(after.count)
+            rows.counts.copy_(torch.as_tensor(after.count))
             rows.statistics.copy_(torch.stack([after.mean, after.var], 1))
         rows.losses.copy_(losses)
 
@@ -309,7 +322,7 @@ class FedAvg:
     ) -> tuple[Tensor, Tensor]:
         """The next mean and variance of all layers, (C,); through the server's rule in a round with one."""
         mean, var = self.statistics.double()
-        total = kept.count.sum(0)
+        total = torch.as_tensor(kept.count).sum(0)
         if step is None or self.recipe.is_plain():
             return phase.kept.merge(mean, var, kept, shares, beta, total)
         _, lying = self.recipe.shares_of_cohort()
@@ -318,7 +331,7 @@ class FedAvg:
         def form(seen: list[Moments]) -> ServerRows:
             rows = phase.kept.rows(mean, var, seen[0], beta, total)
             layers = self.federation.layers.values()
-            floor = torch.cat([torch.full_like(layer.running_mean, layer.eps) for layer in layers])
+            floor = torch.cat([torch.full_like(layer.running().mean, layer.eps) for layer in layers])
             return ServerRows(*rows, torch.full_like(mean, beta), total.clamp(min=2), floor.double())
 
         new_mean, new_var, fine = through_rule(phase, form, [kept], self.recipe, step)

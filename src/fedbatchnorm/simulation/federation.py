@@ -1,7 +1,7 @@
 """What a federation is: a model, who holds which data, what a client weighs, and who takes part in a round.
 
-Every random draw comes from a generator seeded by (seed, what for, round), so that a round is a function of the
-state before it, the recipe and the round's number.
+Every random draw comes from a generator seeded by (seed, what for, round), so that a round is a function of
+the state before it, the recipe and the round's number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,7 +94,8 @@ class Federation:
         self.largest = self._try_model()
 
     def shares(self, clients: np.ndarray | None = None) -> np.ndarray:
-        """What each of these clients weighs in a mean, adding up to 1; all honest clients if none are named."""
+        """What each of these clients weighs in a mean, adding up to 1; all honest clients if none are
+        named."""
         sizes = self.sizes if clients is None else self.sizes[clients]
         sizes = sizes if self.recipe.weighting == "size" else np.ones(len(sizes))
         return sizes / sizes.sum()

@@ -65,7 +65,7 @@ class FoldedNorm(_BatchNorm):
 
     def start(self, phase: Phase) -> None:
         """Begin a round."""
-        self.phase, self.seen = phase, []
+        self.phase, self.seen, self.keep = phase, [], None
 
     def rows(self, name: str, passes: int, wanted: bool | None = None) -> Moments | None:
         """What every client measured in a round of `passes` passes, (n, c); None if nothing was.

@@ -1,20 +1,20 @@
 """A lane: the place on the device where one client after another trains, beside the other lanes.
 
-A lane has a model, an optimizer and statistics of its own. On a CPU there is one lane, and a client's steps are
-calls. On a CUDA GPU there are several, each with a stream and with graphs of its steps: what a client trains on is
-copied into the lane, and the host only says how often to replay which graph. So clients with any number of steps
-run side by side.
+A lane has a model, an optimizer and statistics of its own. On a CPU there is one lane, and a client's steps
+are calls. On a CUDA GPU there are several, each with a stream and with graphs of its steps: what a client
+trains on is copied into the lane, and the host only says how often to replay which graph. So clients with
+any number of steps run side by side.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..norm.moments import Moments
+from ..norm.moments import Moments, Running
 from .device import Machine, capture, set_seed, weighted_loss
 from .federation import Federation
 from .optim import Local, local_step
@@ -44,6 +44,19 @@ class Rows(NamedTuple):
     statistics: Tensor
     counts: Tensor
     losses: Tensor
+
+
+class Batches(NamedTuple):
+    """What the clients of a round train on, ready on the device.
+
+    index: (M, steps, batch) on the device.
+    sizes: (M, steps) on the host, how many samples of a step count.
+    counts: the same on the device, or None where all batches are whole.
+    """
+
+    index: Tensor
+    sizes: np.ndarray
+    counts: Tensor | None
 
 
 class Lane:
@@ -89,21 +102,28 @@ class Lane:
             self._generator = self._default.clone_state()
             self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
 
-    def load(self, rows: Rows, i: int) -> None:
-        """Take what client i of the round was sent."""
+    def load(self, rows: Rows, i: int, fresh: bool) -> None:
+        """Take what client i of the round was sent; `fresh` if it has taken no step yet.
+
+        A round does this for every client, so it is a handful of calls.
+        """
         self.weights.copy_(rows.weights[i])
         if self.how.prox:
             self.sent.copy_(rows.sent[i])
+        zero = [self.counts, self.loss] if fresh else []
         if len(rows.state):
             self.state.copy_(rows.state[i])
             self.taken.copy_(rows.taken[i])
         else:
-            self.state.zero_()
-            self.taken.zero_()
-        self.statistics.copy_(rows.statistics[i])
-        self.kept.copy_(rows.statistics[i])
-        self.counts.copy_(rows.counts[i])
-        self.loss.copy_(rows.losses[i])
+            zero += [self.state, self.taken]
+        if self.statistics.numel():
+            self.statistics.copy_(rows.statistics[i])
+            self.kept.copy_(rows.statistics[i])
+        if not fresh:
+            self.counts.copy_(rows.counts[i])
+            self.loss.copy_(rows.losses[i])
+        if zero:
+            torch._foreach_zero_(zero)
 
     def store(self, rows: Rows, i: int, steps: int) -> None:
         """Hand back what client i of the round ends with."""
@@ -111,73 +131,64 @@ class Lane:
         if len(rows.state):
             rows.state[i].copy_(self.state)
             rows.taken[i].copy_(self.taken)
-        rows.statistics[i].copy_(self.kept)
-        rows.counts[i].copy_(self.counts)
+        if self.statistics.numel():
+            rows.statistics[i].copy_(self.kept)
+            rows.counts[i].copy_(self.counts)
         torch.div(self.loss, steps, out=rows.losses[i])
 
-    def train(
-        self, phase: Phase, index: Tensor, sizes: np.ndarray, first: int, seed: int, unroll: int
-    ) -> None:
+    def train(self, phase: Phase, batches: Batches, i: int, first: int, seed: int, unroll: int) -> None:
         """All steps of a client, from step `first` on.
 
         Args:
             phase: what it normalizes with, and what it keeps of what it saw.
-            index: (steps, batch) on the device.
-            sizes: (steps,), how many of a step's samples count; 0 at the end where there are fewer steps.
+            batches: what the clients of the round train on.
+            i: which of them this is.
             first: steps that are done already.
             seed: of dropout and augmentation.
             unroll: how many whole steps one graph may hold.
         """
-        batch = self.federation.recipe.batch
+        sizes = batches.sizes[i]
         sizes = sizes[: int((sizes > 0).sum())]
         if not self.machine.replays:
             set_seed(self.federation.device, seed)
-            for chosen, size in zip(index[first : len(sizes)], sizes[first:].tolist(), strict=True):
-                self.step(phase, chosen[:size])
+            chosen = batches.index[i, first : len(sizes)]
+            for index, size in zip(chosen, sizes[first:].tolist(), strict=True):
+                self.step(phase, index[:size])
             return
-        self.table[: len(index)].copy_(index)
-        self.sizes[: len(sizes)].copy_(self.machine.upload(sizes))
+        self.table[: batches.index.shape[1]].copy_(batches.index[i])
+        if batches.counts is not None:
+            self.sizes[: batches.counts.shape[1]].copy_(batches.counts[i])
         self.at.fill_(first)
         self._generator.manual_seed(seed)
-        for whole, length in runs(sizes[first:] == batch):
+        for whole, length in runs(sizes[first:] == self.federation.recipe.batch):
             while length:
                 steps = unroll if whole and length >= unroll else 1
                 self._graph(phase, whole, steps).replay()
                 length -= steps
 
-    def capture(self, phase: Phase, sizes: np.ndarray, first: int, unroll: int) -> None:
-        """Capture the graphs that a round of these clients will need, before any lane runs.
-
-        Args:
-            phase: of the round.
-            sizes: (M, steps), how many samples of a step count.
-            first: steps that are done already.
-            unroll: how many whole steps one graph may hold.
-        """
-        batch = self.federation.recipe.batch
-        stretches = {run for row in sizes for run in runs(row[first : int((row > 0).sum())] == batch)}
-        for whole, length in sorted(stretches, reverse=True):
-            if whole and length >= unroll:
-                self._graph(phase, True, unroll)
-            if not whole or length % unroll:
-                self._graph(phase, whole, 1)
+    def capture(self, phase: Phase, kinds: Iterable[tuple[bool, int]]) -> None:
+        """Capture the graphs (whole batches or not, steps) that a round will need, before any lane runs."""
+        for whole, steps in kinds:
+            self._graph(phase, whole, steps)
 
     def step(self, phase: Phase, index: Tensor, size: Tensor | None = None) -> None:
         """One step on a batch; `size` is how many of its samples count, if not all."""
         federation, machine = self.federation, self.machine
         if size is None and len(index) == 1:  # torch's BatchNorm refuses a single value, and we do not
             size = torch.ones_like(self.whole[:1])
-        keep = None if size is None else (self.places[: len(index)] < size).to(self.weights.dtype)
+        if size is None:
+            whole = len(index) == len(self.whole)
+            keep, weights = (
+                None,
+                self.whole if whole else torch.full_like(self.whole[: len(index)], 1 / len(index)),
+            )
+        else:
+            keep = (self.places[: len(index)] < size).to(self.weights.dtype)
+            weights = keep / size
         for layer in self.layers.values():
             layer.start(phase)  # pyrefly: ignore
             layer.keep = keep  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
-        if keep is not None:
-            weights = keep / size
-        else:
-            weights = (
-                self.whole if len(index) == len(self.whole) else self.whole.new_full(y.shape, 1 / len(y))
-            )
         loss = machine.call(weighted_loss, self.model, x, y, weights, machine.half)
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         with torch.no_grad():
@@ -202,9 +213,11 @@ class Lane:
     def _keep(self, phase: Phase) -> None:
         """Add what the layers saw in a step to what the client keeps."""
         wanted = phase.survey is None and (phase.share is not None or self.own_statistics)
-        seen = [layer.rows(name, 1, wanted) for name, layer in self.layers.items()]  # pyrefly: ignore
-        if not wanted or not seen or None in seen:
+        found = [layer.rows(name, 1, wanted) for name, layer in self.layers.items()]  # pyrefly: ignore
+        if all(m is None for m in found):
             return
+        layers = self.layers.values()
+        seen = [m or nothing_seen(layer.running()) for m, layer in zip(found, layers, strict=True)]  # pyrefly: ignore
         beta = self.federation.recipe.beta
         self.machine.call(add_step, phase.kept, self.counts, self.kept, seen, beta)
 
@@ -252,8 +265,13 @@ def add_step(how: Kept, counts: Tensor, kept: Tensor, seen: Sequence[Moments], b
     mean, var = (torch.cat([getattr(m, k)[0] for m in seen]).to(kept.dtype) for k in ("mean", "var"))
     count = torch.cat([_by_channel(m) for m in seen]).to(kept.dtype)
     after = how.over_steps(Moments(counts, *kept), Moments(count, mean, var), beta)
-    counts.copy_(after.count)
+    counts.copy_(torch.as_tensor(after.count))
     kept.copy_(torch.stack([after.mean, after.var]))
+
+
+def nothing_seen(like: Running) -> Moments:
+    """What a layer measured in a step that it took no part in, (1, c)."""
+    return Moments(0, torch.zeros_like(like.mean)[None], torch.zeros_like(like.var)[None])
 
 
 def _by_channel(seen: Moments) -> Tensor:
@@ -273,6 +291,29 @@ def runs(flags: np.ndarray) -> list[tuple[bool, int]]:
     ends = [*(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)] if len(flags) else []
     starts = [0, *ends[:-1]]
     return [(bool(flags[a]), b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def kinds_of(sizes: np.ndarray, batch: int, first: int, unroll: int) -> list[tuple[bool, int]]:
+    """The graphs (whole batches or not, steps) that clients with such steps need.
+
+    Args:
+        sizes: (M, steps), how many samples of a step count; 0 at the end where there are fewer steps.
+        batch: samples in a whole batch.
+        first: steps that are done already.
+        unroll: how many whole steps one graph may hold.
+
+    Example:
+        >>> kinds_of(np.array([[8, 8, 8, 3], [8, 8, 0, 0]]), batch=8, first=0, unroll=2)
+        [(True, 2), (True, 1), (False, 1)]
+    """
+    found = set()
+    for row in np.unique(sizes, axis=0):
+        for whole, length in runs(row[first : int((row > 0).sum())] == batch):
+            if whole and length >= unroll:
+                found.add((True, unroll))
+            if not whole or length % unroll:
+                found.add((whole, 1))
+    return sorted(found, reverse=True)
 
 
 def unrolled(steps: int) -> int:

@@ -40,7 +40,8 @@ def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def cnn16(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A small network (HBN's): three blocks of convolution, BatchNorm, ReLU, pooling, with 16, 32, 64 channels."""
+    """A small network (HBN's): three blocks of convolution, BatchNorm, ReLU, pooling, with 16, 32, 64
+    channels."""
     channels, height, width = _image(shape, "cnn16")
     layers: list[nn.Module] = []
     for outside in (16, 32, 64):

@@ -1,8 +1,8 @@
 """What a client normalizes with in training: its own batch, constants, both mixed, or all clients' batches.
 
-Each is a function (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None), where the
-clients' batches lie one after another in x. Where batches are filled up to one length, `keep` is 1 for the
-samples that count.
+Each is a function (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None), where
+the clients' batches lie one after another in x. Where batches are filled up to one length, `keep` is 1 for
+the samples that count.
 """
 
 import torch
@@ -125,8 +125,8 @@ def with_all_clients(
 ) -> tuple[Tensor, Moments]:
     """FedTAN's first step: normalize by the mean and variance of all clients that `vmap` runs side by side.
 
-    Mean first, then the mean square about it, as the layers exchange them; gradients of both are exchanged the
-    same way. The averaged gradient is that of BatchNorm on the union.
+    Mean first, then the mean square about it, as the layers exchange them; gradients of both are exchanged
+    the same way. The averaged gradient is that of BatchNorm on the union.
     """
     assert clients == 1
     keep = x.new_ones(len(x)) if keep is None else keep
@@ -157,14 +157,14 @@ class _OverClients(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx, gradient):
-        return _OverClients.apply(gradient)
+    def backward(ctx, *gradients):
+        return _OverClients.apply(*gradients)
 
     @staticmethod
-    def vmap(info, in_dims, x):
+    def vmap(info, in_dims, *args):
         if in_dims[0] is None:
-            return x * info.batch_size, None
-        return x.sum(in_dims[0]), None
+            return args[0] * info.batch_size, None
+        return args[0].sum(in_dims[0]), None
 
 
 def _mixed_with_batch(
@@ -176,7 +176,8 @@ def _mixed_with_batch(
     bias: Tensor | None,
     keep: Tensor | None,
 ) -> tuple[Tensor, Moments]:
-    """Normalize with a share of the batch's statistics and the rest of the running ones; None is all batch."""
+    """Normalize with a share of the batch's statistics and the rest of the running ones; None is all
+    batch."""
     count, mean, var = _measure_kept(x, clients, keep)
     shape = (-1, *[1] * (x.dim() - 2))
     if share is not None:

@@ -84,8 +84,8 @@ def local_step(
 def server_step(weights: Tensor, update: Tensor, state: Tensor, recipe: Recipe) -> None:
     """The server's step with the clients' mean update, in place.
 
-    mean: w + lr u. momentum (FedAvgM; Hsu et al., 2019): v <- beta v + u, w + lr v. adam (FedAdam; Reddi et al.,
-    2021): first and second moments of u without bias correction, w + lr first / (sqrt(second) + tau).
+    mean: w + lr u. momentum (FedAvgM; Hsu et al., 2019): v <- beta v + u, w + lr v. adam (FedAdam; Reddi et
+    al., 2021): first and second moments of u without bias correction, w + lr first / (sqrt(second) + tau).
 
     Args:
         weights: (d,), changed.

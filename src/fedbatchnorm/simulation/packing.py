@@ -42,8 +42,8 @@ class Packing:
         return found
 
     def adopt(self, model: nn.Module, weights: Tensor, statistics: Tensor) -> list[nn.Parameter]:
-        """Have a model's parameters and statistics live in flat vectors (d,) and (2, C), which take over their
-        values; returns the parameters."""
+        """Have a model's parameters and statistics live in flat vectors (d,) and (2, C), which take over
+        their values; returns the parameters."""
         parameters = dict(model.named_parameters())
         trained = [parameters[name] for name in self.names]
         with torch.no_grad():

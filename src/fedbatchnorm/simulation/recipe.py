@@ -3,22 +3,18 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from ..aggregation.attacks import attack, plain_name
 from ..aggregation.defenses import defense
+from .rules import TARGETS, Algorithm, Optimizer, Schedule, Server, check_values
+from .rules import Precision as Precision
 from .schemes import SCHEMES
 
-Precision = Literal["float32", "tf32", "bf16", "float64"]
-Algorithm = Literal["dsgd", "fedavg"]
-Schedule = Literal["constant", "step", "cosine", "exponential"]
-Optimizer = Literal["sgd", "adam"]
-Server = Literal["mean", "momentum", "adam"]
 _STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4, "cohort": 5}
 _STREAMS |= {"survey": 6, "client tests": 7}
-TARGETS = ("means", "variances", "gradients")
 ADVERSARY = ("byzantine", "attack", "targets", "defense")  # the fields of a recipe about Byzantine clients
 
 # What a field is where nothing else is asked for, by algorithm: the paper's recipe, and what people run.
@@ -61,7 +57,8 @@ LATER = [
     "augment",
     "groups",
 ]
-_FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer", "server", "server_lr")
+_FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer")
+_FEDAVG_ONLY += ("server", "server_lr", "server_momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +111,11 @@ class Recipe:
     """fedavg: what clients train with; adam has the usual settings (0.9, 0.999, 1e-8) and no use for
     --momentum."""
     momentum_kind: Literal["ordinary", "dampened"] | None = None
-    """ordinary: v <- momentum v + gradient, as in torch. dampened: v <- momentum v + (1 - momentum) gradient, as
-    in the paper. dampened for dsgd, ordinary for fedavg if not given."""
+    """ordinary: v <- momentum v + gradient, as in torch. dampened: v <- momentum v + (1 - momentum)
+    gradient, as in the paper. dampened for dsgd, ordinary for fedavg if not given."""
     local_state: Literal["reset", "keep"] | None = None
-    """Whether a client's momentum (or Adam's moments) starts anew in each of its rounds or is kept from one to
-    the next; keep for dsgd, reset for fedavg if not given."""
+    """Whether a client's momentum (or Adam's moments) starts anew in each of its rounds or is kept from one
+    to the next; keep for dsgd, reset for fedavg if not given."""
     clip: float | None = None
     """Largest norm of a client's gradient; a longer one is scaled down to it."""
     weight_decay: float = 0.0
@@ -132,7 +129,8 @@ class Recipe:
     decay: float = 0.998
     """What the learning rate is multiplied by each round, for --schedule exponential."""
     server: Server = "mean"
-    """fedavg: what the server does with the mean update: mean adds it, momentum is FedAvgM, adam is FedAdam."""
+    """fedavg: what the server does with the mean update: mean adds it, momentum is FedAvgM, adam is
+    FedAdam."""
     server_lr: float = 1.0
     """fedavg: the server's learning rate."""
     server_momentum: float = 0.9
@@ -179,73 +177,14 @@ class Recipe:
         return self.rounds // 2 if self.switch is None else self.switch
 
 
-def _one_of(names: Any) -> tuple[type, Any, str]:
-    return str, lambda v: v in get_args(names), f"one of {', '.join(get_args(names))}"
-
-
-# Field -> (type, whether a value is fine, what it must be).
-_RULES: dict[str, tuple[type, Any, str]] = {
-    "scheme": (str, lambda v: v in SCHEMES, f"one of {', '.join(SCHEMES)}"),
-    "clients": (int, lambda v: v >= 1, "at least 1"),
-    "batch": (int, lambda v: v >= 1, "at least 1"),
-    "points": (int, lambda v: v >= 2, "at least 2"),
-    "rounds": (int, lambda v: v >= 1, "at least 1"),
-    "lr": (float, lambda v: 0 < v < math.inf, "positive"),
-    "algorithm": _one_of(Algorithm),
-    "local_steps": (int, lambda v: v >= 1, "at least 1"),
-    "local_epochs": (int, lambda v: v >= 1, "at least 1"),
-    "cohort": (int, lambda v: v >= 1, "at least 1"),
-    "optimizer": _one_of(Optimizer),
-    "momentum_kind": (str, lambda v: v in ("ordinary", "dampened"), "ordinary or dampened"),
-    "local_state": (str, lambda v: v in ("reset", "keep"), "reset or keep"),
-    "clip": (float, lambda v: 0 < v < math.inf, "positive, or nothing for no clipping"),
-    "weight_decay": (float, lambda v: 0 <= v < math.inf, "at least 0"),
-    "prox": (float, lambda v: 0 <= v < math.inf, "at least 0"),
-    "schedule": _one_of(Schedule),
-    "decay": (float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "server": _one_of(Server),
-    "server_lr": (float, lambda v: 0 < v < math.inf, "positive"),
-    "server_momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    "calibrate": (bool, lambda v: True, "true or false"),
-    "augment": (bool, lambda v: True, "true or false"),
-    "groups": (int, lambda v: v >= 1, "at least 1"),
-    "momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    "beta": (float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "gamma": (float, lambda v: 0 <= v <= 1, "between 0 (each client its own classes) and 1 (iid)"),
-    "alpha": (float, lambda v: 0 < v < math.inf, "positive (0.1 is strongly heterogeneous, 10 nearly iid)"),
-    "switch": (int, lambda v: v >= 0, "a step from 0 on, or nothing for half of the rounds"),
-    "weighting": (str, lambda v: v in ("equal", "size"), "equal or size"),
-    "precision": _one_of(Precision),
-    "seed": (int, lambda v: 0 <= v < 2**63, "a whole number from 0 on"),
-    "evaluate_every": (int, lambda v: v >= 1, "at least 1"),
-    "byzantine": (int, lambda v: v >= 0, "at least 0"),
-    "attack": (str, lambda v: True, "none or a name that `fedbatchnorm list` shows"),
-    "targets": (
-        str,
-        lambda v: v in ("usual", "all") or set(v.split("+")) <= set(TARGETS),
-        f"usual, all, or some of {', '.join(TARGETS)}, joined by +",
-    ),
-}
-
-
 def check_fields(config: Any) -> None:
     """Check every field that has a rule; an error names the field and says what it must be.
 
-    Whole numbers given for a field of numbers become floats, so that 0 and 0.0 are the same setting. What
-    depends on the algorithm and was not given is filled in.
+    What depends on the algorithm and was not given is filled in.
     """
     if isinstance(config, Recipe):
         _fill_in(config)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _RULES or (value is None and field.default is None):
-            continue
-        kind, fine, wanted = _RULES[field.name]
-        if kind is float and type(value) is int:
-            value = float(value)
-            object.__setattr__(config, field.name, value)
-        if type(value) is not kind or not fine(value):
-            raise ValueError(f"{field.name} is {value!r}; it must be {wanted}")
+    check_values(config)
     if isinstance(config, Recipe):
         _check_algorithm(config)
         _check_adversary(config)
@@ -254,7 +193,7 @@ def check_fields(config: Any) -> None:
 def usual(recipe: Recipe, name: str) -> Any:
     """What a field is where nothing else is asked for."""
     found = _USUAL.get(recipe.algorithm, {}).get(name)
-    if name == "weighting" and recipe.byzantine:
+    if name == "weighting" and not recipe.is_plain():
         found = "equal"
     if name == "local_epochs" and recipe.algorithm == "fedavg" and recipe.local_steps is None:
         found = 1

@@ -1,8 +1,8 @@
 """The ways to normalize in a federation, as rows of one table.
 
-A scheme is a choice of what a client normalizes with in training, of what is shared after a round, and of what
-each client keeps to itself. Everything else (the simulator, the experiments, the figures, the tests) runs over
-the table `SCHEMES`.
+A scheme is a choice of what a client normalizes with in training, of what is shared after a round, and of
+what each client keeps to itself. Everything else (the simulator, the experiments, the figures, the tests)
+runs over the table `SCHEMES`.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class Survey(NamedTuple):
     momentum: of the shared statistics toward the merged ones.
     normalise: what the pass normalizes with, if not what training does.
     by_images: counts are images, not values, in the merged variance's correction.
-    again: before an evaluation, the round's clients make the pass again with the new weights, and the model is
-        evaluated with the merged statistics alone.
+    again: before an evaluation, the round's clients make the pass again with the new weights, and the model
+        is evaluated with the merged statistics alone.
     """
 
     images: int
@@ -50,8 +50,8 @@ class Phase(NamedTuple):
     kept: what a client keeps over its local steps: moments of all that it saw, or running statistics.
     first: what the first local step normalizes with, all clients of the round side by side.
     survey: statistics come from a pass of their own, not from the training steps.
-    learned: parameters of a layer that `normalise` takes beside weight and bias, one value a channel; they start
-        at 0.
+    learned: parameters of a layer that `normalise` takes beside weight and bias, one value a channel; they
+        start at 0.
     """
 
     normalise: Normalize

@@ -1,7 +1,7 @@
 """What is shared after a round: how clients' statistics become the next ones.
 
-Two kinds of statistics travel. Moments of what a client saw, over all its steps, are merged by the law of total
-variance. Running statistics, which a client updates at every step as BatchNorm does, are averaged.
+Two kinds of statistics travel. Moments of what a client saw, over all its steps, are merged by the law of
+total variance. Running statistics, which a client updates at every step as BatchNorm does, are averaged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,27 +83,30 @@ def union_of_steps(kept: Moments, seen: Moments, beta: float) -> Moments:
         >>> first.mean.item(), first.var.item()
         (1.0, 4.0)
     """
-    total = kept.count + seen.count
-    weight, apart = seen.count / total, seen.mean - kept.mean
+    total = torch.as_tensor(kept.count + seen.count)
+    weight, apart = seen.count / total.clamp(min=1), seen.mean - kept.mean
     var = (1 - weight) * kept.var + weight * seen.var + weight * (1 - weight) * apart.square()
     return Moments(total, kept.mean + weight * apart, var)
 
 
 def running_over_steps(kept: Moments, seen: Moments, beta: float) -> Moments:
     """A client's running statistics after one more step: BatchNorm's own update (Algorithm 1)."""
-    unbiased = seen.var * (seen.count / (seen.count - 1).clamp(min=1))
-    var = torch.where(seen.count > 1, (1 - beta) * kept.var + beta * unbiased, kept.var)
-    return Moments(kept.count + seen.count, (1 - beta) * kept.mean + beta * seen.mean, var)
+    count = torch.as_tensor(seen.count, device=seen.var.device)
+    unbiased = seen.var * (count / (count - 1).clamp(min=1))
+    var = torch.where(count > 1, (1 - beta) * kept.var + beta * unbiased, kept.var)
+    mean = torch.where(count > 0, (1 - beta) * kept.mean + beta * seen.mean, kept.mean)
+    return Moments(kept.count + count, mean, var)
 
 
 class Kept(NamedTuple):
     """What a client keeps over its local steps, and what a server makes of it.
 
-    over_steps: (kept, seen in a step, beta) -> kept; before the first step the count is 0, and mean and variance
+    over_steps: (kept, seen in a step, beta) -> kept; before the first step the count is 0, and mean and
+    variance
         are the running ones.
     merge: (mean (C,), var (C,), kept (M, C), shares (M,), beta, total (C,)) -> the next mean and variance.
-    rows: the same arguments but for the shares -> the rows (M, C) of running means and variances that a robust
-        server forms, which Byzantine clients may lie about.
+    rows: the same arguments but for the shares -> the rows (M, C) of running means and variances that a
+        robust server forms, which Byzantine clients may lie about.
     """
 
     over_steps: Callable[[Moments, Moments, float], Moments]
@@ -131,17 +134,19 @@ def merge_moments(
         >>> merge_moments(torch.zeros(1), torch.ones(1), kept, None, 1.0, torch.tensor([4.0]))
         (tensor([1.]), tensor([4.]))
     """
-    weights = kept.count / kept.count.sum(0)
+    weights = kept.count / torch.as_tensor(kept.count).sum(0).clamp(min=1)
     union = (weights * kept.mean).sum(0)
     spread = (weights * (kept.var + (kept.mean - union).square())).sum(0)
     unbiased = total / (total - 1).clamp(min=1) * spread
-    return (1 - beta) * mean + beta * union, torch.where(total > 1, (1 - beta) * var + beta * unbiased, var)
+    mean = torch.where(total > 0, (1 - beta) * mean + beta * union, mean)  # a layer may have seen nothing
+    return mean, torch.where(total > 1, (1 - beta) * var + beta * unbiased, var)
 
 
 def moment_rows(
     mean: Tensor, var: Tensor, kept: Moments, beta: float, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """m_i = (1 - beta) m + beta u_i and v_i = (1 - beta) v + beta N/(N-1) s_i^2 (design of the robust server)."""
+    """m_i = (1 - beta) m + beta u_i and v_i = (1 - beta) v + beta N/(N-1) s_i^2 (design of the robust
+    server)."""
     unbiased = total / (total - 1).clamp(min=1) * kept.var
     return (1 - beta) * mean + beta * kept.mean, (1 - beta) * var + beta * unbiased
 

@@ -1,7 +1,8 @@
 """A federation in one process: a model, who holds what, and how they train.
 
 A round is a function of the state before it, the recipe and the round's number: every random draw comes
-from a generator seeded by (seed, what for, round). So a run can stop anywhere and continue to the same result.
+from a generator seeded by (seed, what for, round). So a run can stop anywhere and continue to the same
+result.
 """
 
 import contextlib
@@ -75,8 +76,8 @@ class Simulation:
             parts: for each client the indices of its training samples.
             recipe: how to train.
             device: where.
-            chunk: clients side by side: in one pass of distributed SGD, or in lanes of their own under FedAvg on
-                a GPU. Chosen by the device if not given.
+            chunk: clients side by side: in one pass of distributed SGD, or in lanes of their own under
+                FedAvg on a GPU. Chosen by the device if not given.
             engine: `compiled` compiles the passes, and on a CUDA GPU replays rounds as CUDA graphs; `eager`
                 runs one operation after another; `auto` is `compiled` on a CUDA GPU and `eager` elsewhere.
                 Where compiling fails, a warning says so, and rounds are eager.
@@ -120,9 +121,11 @@ class Simulation:
     def evaluate_clients(self) -> Evaluation | None:
         """The mean over clients, each with its own model on test data with its own proportions of classes.
 
-        None where clients keep no part of the model to themselves. A hundred clients at most are evaluated.
+        None where clients keep to themselves nothing that evaluation uses. A hundred clients at most are
+        evaluated.
         """
-        if not self.federation.scheme.own:
+        scheme = self.federation.scheme
+        if not set(scheme.own) - set(scheme.before.learned):
             return None
         found = []
         for client, split in self._client_tests().items():

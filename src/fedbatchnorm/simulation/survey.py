@@ -1,7 +1,7 @@
 """A pass that only measures: clients run one batch through the model that they were sent, and report moments.
 
-It serves a calibrated start (plain BatchNorm, merged with momentum 1), and schemes whose statistics come from a
-pass of their own (HBN).
+It serves a calibrated start (plain BatchNorm, merged with momentum 1), and schemes whose statistics come
+from a pass of their own (HBN).
 """
 
 from collections.abc import Callable
@@ -44,6 +44,8 @@ def survey(
         for layer in federation.layers.values():
             layer.start(phase)
             layer.clients = 1
+            # torch's BatchNorm refuses a single value, and we do not.
+            layer.keep = torch.ones_like(layer.running().mean[:1]) if len(batch) == 1 else None
         x = federation.data.inputs(federation.samples(machine.upload(batch)))
         with torch.no_grad(), torch.autocast(federation.device.type, torch.bfloat16, enabled=machine.half):
             federation.model(x)
@@ -62,7 +64,8 @@ def survey(
 
 
 def calibrate(federation: Federation, machine: Machine) -> None:
-    """Give all layers statistics before the first round: one pass with plain BatchNorm, merged with momentum 1.
+    """Give all layers statistics before the first round: one pass with plain BatchNorm, merged with momentum
+    1.
 
     The clients of the first round make it. Where a layer's scheme has no statistics there is nothing to do.
     """
