@@ -1,14 +1,15 @@
-# Two targets do everything, set-up included: make demo, make test.
+# Targets do everything, set-up included: make demo, make test.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-slow lint bench clean
 help:
 	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
-	@echo "make test    lint, types, import layers and tests"
+	@echo "make test    lint, types, import layers and tests (some minutes)"
+	@echo "make test-slow  the tests that take longer: campaigns, real federations, interrupted runs"
 	@echo "make bench   speed of the layers and of a whole round"
 
 $(BIN)/python:
@@ -31,7 +32,10 @@ lint: $(VENV)/installed
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --show-capture=stderr $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" --show-capture=stderr $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --show-capture=stderr $(PYTEST_FLAGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layer.py

@@ -94,6 +94,7 @@ def test_fedavg_alone_collapses_and_with_federated_batchnorm_it_is_the_simulator
     assert alone["90"] < wanted - 0.3
 
 
+@pytest.mark.slow
 def test_a_server_process_that_is_killed_goes_on_to_the_same_result(tmp_path):
     """SIGKILL as soon as some rounds are done; a new process finishes the run.
 
@@ -209,6 +210,7 @@ def test_a_real_federation_withstands_bad_replies_a_node_that_dies_and_a_strange
         np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_app_runs_in_one_process_with_settings_from_the_command_line(tmp_path):
     def start(*arguments):
         command = [sys.executable, "-m", "fbn_app", *arguments]

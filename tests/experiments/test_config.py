@@ -8,7 +8,7 @@ import pytest
 from fedbatchnorm.experiments import catalogue
 from fedbatchnorm.experiments.config import Run, describe, digest, from_json, to_json
 from fedbatchnorm.simulation.ring import Ring
-from fedbatchnorm.simulation.schemes import SCHEMES
+from fedbatchnorm.simulation.schemes import PAPER
 
 
 def test_a_dataset_s_usual_settings_are_the_paper_s_and_the_demo_s():
@@ -36,14 +36,36 @@ CHANGES = {
     "gamma": 0.5,
     "evaluate_every": 7,
 }
+FEDAVG = {
+    "local_epochs": 2,
+    "cohort": 3,
+    "optimizer": "adam",
+    "momentum_kind": "dampened",
+    "local_state": "keep",
+    "clip": 1.0,
+    "weight_decay": 0.1,
+    "prox": 0.1,
+    "schedule": "cosine",
+    "decay": 0.9,
+    "server": "momentum",
+    "server_lr": 0.5,
+    "server_momentum": 0.5,
+    "calibrate": True,
+    "augment": True,
+    "groups": 4,
+}
 
 
 def test_every_field_that_changes_a_result_changes_the_name():
     base = Run()
     names = {digest(dataclasses.replace(base, **{field: value})) for field, value in CHANGES.items()}
-    assert len(names) == len(CHANGES)
+    fedavg = Run(algorithm="fedavg")
+    names |= {digest(dataclasses.replace(fedavg, **{field: value})) for field, value in FEDAVG.items()}
+    names |= {digest(fedavg), digest(Run(algorithm="fedavg", local_steps=3))}
+    assert len(names) == len(CHANGES) + len(FEDAVG) + 2
     assert digest(base) not in names
-    assert {f.name for f in dataclasses.fields(Run)} - CHANGES.keys() == {
+    tried = CHANGES.keys() | FEDAVG.keys() | {"algorithm", "local_steps"}
+    assert {f.name for f in dataclasses.fields(Run)} - tried == {
         "alpha",
         "attack",
         "byzantine",
@@ -96,7 +118,7 @@ def test_a_bad_configuration_file_is_refused(content, message):
     ("field", "value"),
     [
         ("scheme", "fbm"),
-        ("dataset", "mnist"),
+        ("dataset", "kmnist"),
         ("partition", "gama"),
         ("model", "resnet"),
         ("clients", 0),
@@ -125,7 +147,7 @@ def test_the_catalogue_has_the_paper_s_settings():
     assert len(runs) == 6 * 4 * 3
     assert {r.dataset for r in runs} == {"cifar10"}
     assert {r.gamma for r in runs} == {1.0, 0.5, 0.3, 0.1, 0.01, 0.0}
-    assert {r.scheme for r in runs} == set(SCHEMES)
+    assert {r.scheme for r in runs} == set(PAPER)
     assert {(r.clients, r.batch, r.rounds, r.model) for r in runs} == {(10, 50, 3000, "cnn")}
     dirichlet = catalogue.FIGURES["fig5"].runs("full", 3)
     assert {r.alpha for r in dirichlet if r.partition == "dirichlet"} == {10.0, 1.0, 0.5, 0.1}

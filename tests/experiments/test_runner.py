@@ -17,13 +17,13 @@ from fedbatchnorm.experiments.runner import Options, Stopped, Watcher, run_all
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.simulation.schemes import SCHEMES
 
+DSGD = [name for name, scheme in SCHEMES.items() if "dsgd" in scheme.algorithms]
 SHORT = {"rounds": 23, "evaluate_every": 5, "clients": 4}
 CODE = """
 import json, sys, torch
 from fedbatchnorm.experiments.config import from_json
 from fedbatchnorm.experiments.runner import Options, run_all
 
-DSGD = [name for name, scheme in SCHEMES.items() if "dsgd" in scheme.algorithms]
 torch.set_num_threads(1)
 run_all([from_json(json.loads(sys.argv[2]))], sys.argv[1], Options(checkpoint_seconds=float(sys.argv[3])))
 """
@@ -231,6 +231,7 @@ def test_a_run_that_another_process_finished_meanwhile_is_left_alone(tmp_path, m
     assert outcome(tmp_path, config) == before
 
 
+@pytest.mark.slow
 def test_processes_share_the_work(tmp_path):
     """Three at once over nine runs: each run is done once, by somebody, and all are done in the end."""
     code = (

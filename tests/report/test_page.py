@@ -13,7 +13,7 @@ from fedbatchnorm.experiments.config import Run
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.report.page import write_report
 from fedbatchnorm.simulation.ring import Ring
-from fedbatchnorm.simulation.schemes import SCHEMES
+from fedbatchnorm.simulation.schemes import PAPER
 
 sys.path.insert(0, str(Path(__file__).parent))
 import chromium
@@ -28,11 +28,9 @@ HOSTILE = (
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     short = {"rounds": 6, "evaluate_every": 2, "clients": 5}
-    configs = [Ring(scheme=s, gamma=g, rounds=5) for s in SCHEMES for g in (0.0, 1.0)]
-    configs += [
-        Run(scheme=s, gamma=g, seed=i, **short) for s in SCHEMES for g in (0.0, 0.3) for i in range(2)
-    ]
-    configs += [Run(scheme=s, partition="dirichlet", alpha=1.0, **short) for s in SCHEMES]
+    configs = [Ring(scheme=s, gamma=g, rounds=5) for s in PAPER for g in (0.0, 1.0)]
+    configs += [Run(scheme=s, gamma=g, seed=i, **short) for s in PAPER for g in (0.0, 0.3) for i in range(2)]
+    configs += [Run(scheme=s, partition="dirichlet", alpha=1.0, **short) for s in PAPER]
     configs += [
         Run(scheme="fbn", partition="iid", **short),
         Run(scheme="fixbn", gamma=0.3, switch=1, **short),

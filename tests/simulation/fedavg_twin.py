@@ -1,7 +1,7 @@
 """The slow, obvious twin of FedAvg: one client after another, torch's own layers, optimizers and clipping.
 
-Nothing here is packed, replayed or shared with the simulator but the draws (who takes part, which batches) and the
-learning rate.
+Nothing here is packed, replayed or shared with the simulator but the draws (who takes part, which batches)
+and the learning rate.
 """
 
 import copy

@@ -4,14 +4,13 @@ import copy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedbatchnorm.data import datasets, partition
 from fedbatchnorm.simulation import models
-from fedbatchnorm.simulation.recipe import Recipe, learning_rate, stream
+from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.schemes import SCHEMES
 from fedbatchnorm.simulation.simulator import Simulation
 
@@ -95,3 +94,34 @@ def test_every_scheme_equals_the_loop_over_clients(scheme, setting):
             state = simulation.model.state_dict()
             for name, value in own.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fbn", "naive", "hbn"])
+def test_compiled_steps_equal_the_loop_over_clients(scheme):
+    simulation, twin = federation(scheme, engine="compiled", local_epochs=1, batch=14, clip=1.0, rounds=2)
+    both(simulation, twin, 2)
+    assert simulation.engine == "compiled"
+    assert_same(simulation, twin)
+
+
+def test_a_layer_that_takes_no_part_keeps_its_statistics():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)
+            self.unused = nn.BatchNorm1d(5)
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x.flatten(1)).relu()))
+
+    data = datasets.load("digits")
+    parts = partition.iid(data.train.y.numpy(), 3, stream(0, "partition"))
+    for scheme in ("fbn", "naive", "fedtan", "silobn"):
+        recipe = Recipe(algorithm="fedavg", scheme=scheme, clients=3, local_steps=2, batch=8, rounds=2)
+        simulation = Simulation(Unused(), data, parts, recipe)
+        simulation.round()
+        model = simulation.model
+        assert torch.equal(model.unused.running_mean, torch.zeros(5))
+        assert torch.equal(model.unused.running_var, torch.ones(5))
+        assert model.norm.running_mean.abs().max() > 0

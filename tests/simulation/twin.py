@@ -9,9 +9,8 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fedavg_twin import replaced
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import fedbatchnorm as fbn
 from fedbatchnorm.simulation.federation import draw

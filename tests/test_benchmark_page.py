@@ -1,0 +1,131 @@
+"""The sections of docs/benchmarks.md on FedAvg: from made-up results, where every ratio can be seen."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedbatchnorm.simulation.schemes import SCHEMES
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MACHINE = {"name": "a machine", "torch": "2.0", "threads": 4}
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("table", "pictures"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import table
+
+    return table
+
+
+def cells(text):
+    """The first cell of each table row -> the rows that begin with it."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            name, *values = [cell.strip() for cell in line.strip("|").split("|")]
+            found.setdefault(name, []).append(values)
+    return found
+
+
+def rounds(**more):
+    return {"commit": "c0ffee", "machine": MACHINE, "turns": 5, "rounds": 3, "parts": {}} | more
+
+
+def accuracies(rows, missing=0):
+    environment = {"device": "a machine", "torch": "2.0", "threads": 4, "commit": "c0ffee-changed"}
+    setting = {"dataset": "cifar10", "clients": 10, "clip": 1.0, "weighting": "size", "server_lr": 0.5}
+    return {"setting": setting, "environment": environment, "rows": rows, "missing": missing}
+
+
+def run(scheme, lr, accuracy, seed=0, split="gamma 0", **more):
+    found = {"scheme": scheme, "split": split, "lr": lr, "seed": seed, "precision": "bf16"}
+    return found | {"accuracy": accuracy} | more
+
+
+def test_rounds_are_compared_within_their_precision(page):
+    ms = {
+        "FBN, TF32": 30.0,
+        "FBN, bf16": 20.0,
+        "ten rounds of distributed SGD, TF32": 25.0,
+        "ten rounds of distributed SGD, bf16": 16.0,
+        "pfl-research, TF32": 300.0,
+        "pfl-research, TF32, channels_last": 240.0,
+        "pfl-research, bf16": 500.0,
+    }
+    text = page.fedavg_rounds(rounds(parts={"steps": {"ms": ms}}))
+    assert "a machine" in text
+    assert "torch 2.0, 4 threads, 5 turns of 3 rounds, commit c0ffee" in text
+    found = cells(text)
+    assert found["FBN, TF32"] == [["30.00", "8.0", "1.20"]]
+    assert found["FBN, bf16"] == [["20.00", "25.0", "1.25"]]
+    assert found["pfl-research, TF32"] == [["300.00", "0.8", "12.00"]]
+    assert found["ten rounds of distributed SGD, TF32"] == [["25.00", "", "1.00"]]
+
+
+def test_what_was_not_measured_is_said(page):
+    text = page.fedavg_rounds(rounds())
+    assert text.count("not measured") == len(page.FEDAVG_PARTS) + 1
+    assert not cells(text)
+    text = page.fedavg_rounds(rounds(parts={"pfl": {"ms": {"ours, TF32": 5.0}}}))
+    assert "pfl-research: not measured" in text
+    ms = {"ours, bf16": 5.0, "pfl-research, TF32": 50.0}
+    assert cells(page.fedavg_rounds(rounds(parts={"pfl": {"ms": ms}})))["ours, bf16"] == [
+        ["5.00", "not measured"]
+    ]
+
+
+def test_growth_is_relative_to_ten_clients(page):
+    growth = [
+        {"clients": 10, "ms": 20.0, "bytes": 2 * 2**30},
+        {"clients": 10_000, "ms": 21.0, "bytes": 3 * 2**30},
+    ]
+    found = cells(page.fedavg_rounds(rounds(growth=growth)))
+    assert found["10,000"] == [["21.00", "1.05", "3.00", "1.50"]]
+
+
+def test_a_scheme_is_shown_at_its_best_rate(page):
+    rows = [
+        run("fedbn", 0.1, 0.30, client_accuracy=0.8),
+        run("fedbn", 0.2, 0.25, client_accuracy=0.9),
+        run("fbn", 0.1, 0.40, best_accuracy=0.9),
+        run("fbn", 0.2, 0.50),
+        run("naive", 0.1, 0.45),
+    ]
+    text = page.scheme_accuracies(accuracies(rows, missing=1))
+    found = cells(text)
+    assert found["FBN"] == [["50.0", "0.2", ""]]
+    assert found["FedBN"] == [["30.0", "0.1", "80.0"]]  # the same run's, not the best of its own
+    assert found["Naive BN"] == [["45.0", "0.1 *", ""]]
+    assert found["HBN"] == [["not measured", "", ""]]
+    titles = [scheme.title for scheme in SCHEMES.values() if "fedavg" in scheme.algorithms]
+    assert [name for name in found if name in titles] == titles
+    assert "1 of the grid's 6 runs is missing" in text
+    assert "bf16, 1 seed, commit c0ffee with uncommitted changes" in text
+    assert "CIFAR-10, 10 clients, all in every round, gradients clipped at norm 1" in text
+    assert "server lr 0.5" in text
+
+
+def test_the_best_rate_is_that_of_the_mean_over_seeds(page):
+    rows = [
+        run("fbn", lr, a, seed=i)
+        for lr, each in ((0.1, (0.5, 0.6)), (0.2, (0.3, 0.7)))
+        for i, a in enumerate(each)
+    ]
+    text = page.scheme_accuracies(accuracies(rows))
+    assert cells(text)["FBN"] == [["55.0 ± 7.1", "0.1", ""]]
+    assert "2 seeds" in text
+    assert "0 of the grid's 4 runs are missing." in text
+
+
+def test_a_section_is_there_if_its_results_are(page, tmp_path):
+    assert "FedAvg" not in page.page(tmp_path)
+    (tmp_path / "fedavg-x.json").write_text(json.dumps(rounds()))
+    assert "## FedAvg rounds on a GPU" in page.page(tmp_path)
+    assert "## Every scheme under FedAvg" not in page.page(tmp_path)
+    (tmp_path / "schemes-x.json").write_text(json.dumps(accuracies([run("fbn", 0.1, 0.4)])))
+    assert "## Every scheme under FedAvg" in page.page(tmp_path)
