@@ -5,10 +5,11 @@
     python benchmarks/fedavg.py --profile                                # and what a round's time goes to
 
 Parts: `steps` is 10 clients with 10 steps of 50 images and the paper's network; `pfl` is pfl-research's own
-CIFAR-10 benchmark (50 of 1000 clients, one epoch of 50 images in batches of 10); `tiny` is HBN's protocol (one epoch
-of 500 images in batches of 4); `resnets` is `steps` with other networks; `growth` is `steps` with a cohort of 10 out
-of more and more clients. Contenders of a part take turns, in random order; figures are medians over turns. Images
-are random bytes: no time depends on what they show. pfl-research takes part where it can be imported.
+CIFAR-10 benchmark (50 of 1000 clients, one epoch of 50 images in batches of 10); `tiny` is HBN's protocol
+(one epoch of 500 images in batches of 4); `resnets` is `steps` with other networks; `growth` is `steps` with
+a cohort of 10 out of more and more clients. Contenders of a part take turns, in random order; figures are
+medians over turns. Images are random bytes: no time depends on what they show. pfl-research takes part where
+it can be imported.
 """
 
 import argparse

@@ -31,8 +31,8 @@ from fedbatchnorm.simulation.device import (
     set_seed,
     weighted_loss,
 )
-from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.federation import draw
+from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.simulator import Simulation
 
 CLIENTS, BATCH, SHAPE = 10, 50, (3, 32, 32)

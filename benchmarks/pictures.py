@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fedbatchnorm.report.figures import COLOURS, LINES, MARKERS, styled, svg
+from fedbatchnorm.simulation.schemes import SCHEMES
 
 
 @styled
@@ -63,8 +64,42 @@ def growth(results: Path) -> Figure:
     return figure
 
 
+@styled
+def schemes(results: Path) -> Figure:
+    """Accuracy of every scheme under FedAvg at each learning rate, one panel a split."""
+    rows = json.loads((results / "schemes-h200.json").read_text())["rows"]
+    splits = list(dict.fromkeys(row["split"] for row in rows))
+    names = [name for name in SCHEMES if any(row["scheme"] == name for row in rows)]
+    rates = sorted({row["lr"] for row in rows})
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
+    for axis, split in zip(panels, splits, strict=True):
+        for i, rate in enumerate(rates):
+            found = {}
+            for row in rows:
+                if (row["split"], row["lr"]) == (split, rate):
+                    found.setdefault(row["scheme"], []).append(100 * row["accuracy"])
+            axis.plot(
+                [statistics.fmean(values) for values in found.values()],
+                [names.index(name) for name in found],
+                color=COLOURS[i + 1],
+                marker=MARKERS[i],
+                linestyle="",
+                markersize=6,
+                label=f"learning rate {rate:g}",
+            )
+        axis.set(title=split, xlabel="test accuracy (%)", ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), [SCHEMES[name].title for name in names])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
 def _written(draw: Callable[[Path], Figure]) -> Callable[[Path], str]:
     return lambda results: svg(draw(results), standalone=True)
 
 
-PICTURES = {"flower.svg": _written(flower), "growth.svg": _written(growth)}
+PICTURES = {  # picture -> the result file that it needs, and how it is drawn
+    "flower.svg": ("flower-cpu.json", _written(flower)),
+    "growth.svg": ("growth-h200.json", _written(growth)),
+    "schemes.svg": ("schemes-h200.json", _written(schemes)),
+}

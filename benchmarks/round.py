@@ -19,8 +19,8 @@ from common import arguments, write
 import fedbatchnorm as fbn
 from fedbatchnorm.data.datasets import Dataset, Split
 from fedbatchnorm.simulation import models
-from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.federation import draw
+from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.simulator import Simulation
 
 CLIENTS = 10

@@ -1,9 +1,9 @@
 """Every scheme under FedAvg on CIFAR-10, at the best of a few learning rates.
 
-    python benchmarks/schemes.py RUNS --data-dir DIR                         # on a GPU; start it several times to share
-    python benchmarks/schemes.py RUNS --json results/benchmarks/schemes-h200.json   # collect what has finished
+    python benchmarks/schemes.py RUNS --data-dir DIR      # on a GPU; start it several times to share the work
+    python benchmarks/schemes.py RUNS --json FILE         # collect what has finished
 
-10 clients, all take part, 10 local steps of 50 images, the paper's network, momentum 0.9 made anew each round,
+10 clients, all take part, 10 local steps of 50 images, the paper's network, momentum 0.9 reset each round,
 gradients clipped at 1, cosine learning rate, 120 rounds, a calibrated start, clients weighted by size.
 """
 

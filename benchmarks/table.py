@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pictures import PICTURES
 
+from fedbatchnorm.simulation.schemes import SCHEMES
+
 ROOT = Path(__file__).parents[1]
 PAGE, FLOWER = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "flower.md"
 RESULTS = ROOT / "results" / "benchmarks"
@@ -62,6 +64,41 @@ host draws every client's batch, and is still at it when the GPU has finished. W
 too many for the memory, `Simulation(chunk=100)` puts 100 clients into a pass.
 
 ![Milliseconds and memory of a round against the number of clients](images/growth.svg)
+"""
+
+FEDAVG = """
+## FedAvg rounds on a GPU
+
+Milliseconds for one round of FedAvg: the local training of every client in the round, and the server's
+update, without evaluation. `python benchmarks/fedavg.py` measures it on your machine. Images are random
+bytes, because no time depends on what they show. Where pfl-research was measured, it took its turns in the
+same run, with its images on the GPU from the start. "Times as fast as pfl-research" is the time of its
+fastest row in the same precision, divided by the row's own time.
+"""
+PFL, TEN = "pfl-research", "ten rounds of distributed SGD"
+FEDAVG_PARTS = {  # part -> what it is, whether pfl-research takes part
+    "steps": ("10 clients, 10 local steps of 50 images, the paper's network", True),
+    "pfl": (
+        "pfl-research's own CIFAR-10 benchmark: 50 of 1000 clients, one epoch of 50 images in batches of 10",
+        True,
+    ),
+    "tiny": ("HBN's protocol: 100 clients, one epoch of 500 images in batches of 4, a small network", False),
+    "resnets": ("ResNets, 10 clients, 10 local steps of 50 images", False),
+}
+NOT_MEASURED = "not measured"
+MISSING = f" {NOT_MEASURED}.\n"
+
+ACCURACY = """
+## Every scheme under FedAvg
+
+These are accuracies on the test images after the last round, not times. `python benchmarks/schemes.py` trains
+the paper's network with every scheme at each learning rate of a small grid. The table gives each scheme's
+highest accuracy and the learning rate that reached it, so the rate is picked on the test images, for all
+schemes alike. Where clients keep a part of the model to themselves, "own models" is the mean over clients in
+the same runs: each client with its own model, on test images with its own proportions of classes. With gamma
+0 and 10 clients, each client holds one class, and its own model is tested on that class alone.
+
+![Test accuracy of every scheme at each learning rate](images/schemes.svg)
 """
 
 EXACTNESS = """
@@ -165,10 +202,7 @@ def gpu_rounds(result):
     if "profile" in result:
         what = f": {result['profile_of']}" if "profile_of" in result else ""
         text += f"\nWhat an FBN round's time goes to, in ms (and kernels){what}:\n\n"
-        kinds = {precision: kernel_kinds(kernels) for precision, kernels in result["profile"].items()}
-        names = list(next(iter(kinds.values())))
-        rows = [[name, *(f"{k[name][0]:.2f} ({k[name][1]:.0f})" for k in kinds.values())] for name in names]
-        text += table(["", *kinds], rows)
+        text += kernel_table(result["profile"])
     return text
 
 
@@ -180,10 +214,152 @@ def growth(result):
     return origin(result, "") + table(["images", "clients", "batch", "ms", "GiB"], rows)
 
 
+def fedavg_rounds(result):
+    text = origin(result, f"{result['turns']} turns of {result['rounds']} rounds, ").rstrip("\n") + "\n"
+    for part in dict.fromkeys([*FEDAVG_PARTS, *result["parts"]]):
+        title, with_pfl = FEDAVG_PARTS.get(part, (part, False))
+        text += f"\n{title}:"
+        text += fedavg_part(result["parts"][part]["ms"], with_pfl) if part in result["parts"] else MISSING
+    text += "\nA cohort of 10 out of more and more clients, 10 local steps of 50 images, FBN, TF32; "
+    text += "measured one after another:"
+    text += cohort_growth(result["growth"]) if result.get("growth") else MISSING
+    if result.get("profile"):
+        text += "\nWhat the kernels of a round take with 10 clients and 10 local steps, in ms (and kernels). "
+        text += "Clients run side by side, so the sum can be more than the round:\n\n"
+        text += kernel_table(result["profile"])
+    return text
+
+
+def fedavg_part(ms, with_pfl):
+    def precision(name):
+        return "bf16" if "bf16" in name else "TF32"
+
+    def fastest(start, kind):
+        return min((v for k, v in ms.items() if k.startswith(start) and precision(k) == kind), default=None)
+
+    any_pfl, any_ten = (any(name.startswith(start) for name in ms) for start in (PFL, TEN))
+    header = ["way", "ms a round"]
+    header += ["times as fast as pfl-research"] if any_pfl else []
+    header += ["over ten rounds of distributed SGD"] if any_ten else []
+    rows = []
+    for name, value in ms.items():
+        pfl, ten = (fastest(start, precision(name)) for start in (PFL, TEN))
+        row = [name, f"{value:.2f}"]
+        if any_pfl:  # ten rounds of distributed SGD are not a round of FedAvg
+            row.append("" if name.startswith(TEN) else f"{pfl / value:.1f}" if pfl else NOT_MEASURED)
+        if any_ten:
+            row.append(f"{value / ten:.2f}" if ten else NOT_MEASURED)
+        rows.append(row)
+    text = "\n\n" + table(header, rows)
+    if any_ten:
+        text += (
+            "\nTen rounds of distributed SGD are the same arithmetic with weights that all clients share.\n"
+        )
+    return text + (f"\npfl-research: {NOT_MEASURED}.\n" if with_pfl and not any_pfl else "")
+
+
+def cohort_growth(found):
+    first = next((row for row in found if row["clients"] == 10), None)
+
+    def over(row, key):
+        return f"{row[key] / first[key]:.2f}" if first else NOT_MEASURED
+
+    rows = [
+        [f"{r['clients']:,}", f"{r['ms']:.2f}", over(r, "ms"), f"{r['bytes'] / 2**30:.2f}", over(r, "bytes")]
+        for r in found
+    ]
+    header = ["clients", "ms a round", "relative to 10 clients", "GPU memory (GiB)", "relative to 10 clients"]
+    return "\n\n" + table(header, rows)
+
+
+def best_rate(runs):
+    """The learning rate with the highest mean accuracy over seeds, and its runs."""
+    rates = sorted({run["lr"] for run in runs})
+    at = {rate: [run for run in runs if run["lr"] == rate] for rate in rates}
+    return max(at.items(), key=lambda item: statistics.fmean(run["accuracy"] for run in item[1]))
+
+
+def per_cent(values):
+    spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.1f}{spread}"
+
+
+def setting_words(setting):
+    """The setting of a file as a list in words; what has no words of its own appears as it is."""
+    words = {
+        "dataset": lambda v: {"cifar10": "CIFAR-10"}.get(v, v),
+        "algorithm": lambda v: {"fedavg": "FedAvg"}.get(v, v),
+        "clients": lambda v: f"{v} clients" + ("" if "cohort" in setting else ", all in every round"),
+        "cohort": lambda v: f"{v} of them in a round",
+        "local_steps": lambda v: f"{v} local steps",
+        "batch": lambda v: f"batches of {v}",
+        "clip": lambda v: f"gradients clipped at norm {v:g}",
+        "schedule": lambda v: f"{v} learning rate schedule",
+        "rounds": lambda v: f"{v} rounds",
+        "evaluate_every": lambda v: "",  # the last round is what counts
+        "calibrate": lambda v: "calibrated start" if v else "no calibration",
+        "weighting": lambda v: {"size": "clients weighted by size", "equal": "clients weighted equally"}[v],
+    }
+    found = [words[k](v) if k in words else f"{k.replace('_', ' ')} {v}" for k, v in setting.items()]
+    return ", ".join(word for word in found if word)
+
+
+def scheme_accuracies(result):
+    rows, environment = result["rows"], result["environment"]
+    rates, seeds, splits = (list(dict.fromkeys(row[key] for row in rows)) for key in ("lr", "seed", "split"))
+    starred = False
+    lines = []
+    for name, scheme in SCHEMES.items():
+        if "fedavg" not in scheme.algorithms:
+            continue
+        line = [scheme.title]
+        for split in splits:
+            runs = [row for row in rows if (row["scheme"], row["split"]) == (name, split)]
+            if not runs:
+                line += [NOT_MEASURED, "", ""]
+                continue
+            rate, best = best_rate(runs)
+            own = [run["client_accuracy"] for run in best if "client_accuracy" in run]
+            if not set(scheme.own) - set(scheme.before.learned):  # then evaluation does not use it
+                own = []
+            star = "" if len(runs) == len(rates) * len(seeds) else " *"
+            starred = starred or bool(star)
+            line += [per_cent([run["accuracy"] for run in best]), f"{rate:g}{star}"]
+            line.append(per_cent(own) if own else "")
+        lines.append(line)
+    header = ["scheme"]
+    for split in splits:
+        header += [f"{split}: accuracy (%)", "learning rate", "own models (%)"]
+    precisions = ", ".join(dict.fromkeys(row["precision"] for row in rows))
+    text = origin(
+        {
+            "machine": environment | {"name": environment["device"]},
+            "commit": (environment["commit"] or "unknown").replace("-changed", " with uncommitted changes"),
+        },
+        f"{precisions}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}, ",
+    )
+    total = len(rows) + result["missing"]
+    text += "Machine and commit are those of the last run collected. "
+    text += f"Setting: {setting_words(result['setting'])}. "
+    text += f"Learning rates: {', '.join(f'{rate:g}' for rate in sorted(rates))}. "
+    text += (
+        f"{result['missing']} of the grid's {total} runs {'is' if result['missing'] == 1 else 'are'} missing"
+    )
+    text += "; a star marks a scheme and split with missing runs.\n\n" if starred else ".\n\n"
+    return text + table(header, lines)
+
+
+def kernel_table(profile):
+    kinds = {name: kernel_kinds(kernels) for name, kernels in profile.items()}
+    names = list(next(iter(kinds.values())))
+    rows = [[name, *(f"{k[name][0]:.2f} ({k[name][1]:.0f})" for k in kinds.values())] for name in names]
+    return table(["", *kinds], rows)
+
+
 def kernel_kinds(kernels):
     """Kind of kernel -> (ms, number); the first kind whose pattern is found in a kernel's name."""
     signs = {
-        "bias, ReLU, normalisation, statistics and their gradients, in one pass each way": (
+        "bias, ReLU, normalization, statistics and their gradients, in one pass each way": (
             "^_(forward|backward|combine|add_up)$"
         ),
         "convolutions and matrix products": "xmma|cutlass|cudnn|wgrad|nhwc|gemm|nvjet|splitkreduce",
@@ -206,18 +382,24 @@ def exactness(result):
     return origin(result, "") + table(["model", "scheme", "engine", "rounds", "difference"], rows)
 
 
-def page():
+def page(results=RESULTS):
     def sections(pattern, section):
         return "".join(
-            section(json.loads(f.read_text())) for f in sorted(RESULTS.glob(pattern), key=lambda f: f.stem)
+            section(json.loads(f.read_text())) for f in sorted(results.glob(pattern), key=lambda f: f.stem)
         )
+
+    def optional(text, pattern, section):
+        found = sections(pattern, section)
+        return text + found if found else ""
 
     text = HEAD + LAYERS + sections("layer-*.json", layers)
     text += ROUNDS + sections("round-*.json", federated_rounds)
     text += ON_A_GPU + sections("gpu-*.json", gpu_rounds)
     text += GROWTH + sections("growth-*.json", growth)
+    text += optional(FEDAVG, "fedavg-*.json", fedavg_rounds)
     text += EXACTNESS + sections("exactness-*.json", exactness)
-    return text + RULES + sections("rules-*.json", robust_rules)
+    text += RULES + sections("rules-*.json", robust_rules)
+    return text + optional(ACCURACY, "schemes-*.json", scheme_accuracies)
 
 
 def flower_page():
@@ -251,7 +433,11 @@ def flower_page():
 
 def written():
     """Every file that comes from the results, and its text."""
-    images = {ROOT / "docs" / "images" / name: draw(RESULTS) for name, draw in PICTURES.items()}
+    images = {
+        ROOT / "docs" / "images" / name: draw(RESULTS)
+        for name, (file, draw) in PICTURES.items()
+        if (RESULTS / file).exists()
+    }
     return {PAGE: page(), FLOWER: flower_page()} | images
 
 
