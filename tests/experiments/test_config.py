@@ -46,13 +46,15 @@ FEDAVG = {
     "weight_decay": 0.1,
     "prox": 0.1,
     "schedule": "cosine",
-    "decay": 0.9,
     "server": "momentum",
     "server_lr": 0.5,
-    "server_momentum": 0.5,
     "calibrate": True,
     "augment": True,
-    "groups": 4,
+}
+USED = {  # only where something else asks for it
+    "decay": {"schedule": "exponential", "decay": 0.9},
+    "groups": {"scheme": "groupnorm", "groups": 4},
+    "server_momentum": {"server": "momentum", "server_momentum": 0.5},
 }
 
 
@@ -62,9 +64,10 @@ def test_every_field_that_changes_a_result_changes_the_name():
     fedavg = Run(algorithm="fedavg")
     names |= {digest(dataclasses.replace(fedavg, **{field: value})) for field, value in FEDAVG.items()}
     names |= {digest(fedavg), digest(Run(algorithm="fedavg", local_steps=3))}
-    assert len(names) == len(CHANGES) + len(FEDAVG) + 2
+    names |= {digest(Run(algorithm="fedavg", **settings)) for settings in USED.values()}
+    assert len(names) == len(CHANGES) + len(FEDAVG) + len(USED) + 2
     assert digest(base) not in names
-    tried = CHANGES.keys() | FEDAVG.keys() | {"algorithm", "local_steps"}
+    tried = CHANGES.keys() | FEDAVG.keys() | USED.keys() | {"algorithm", "local_steps"}
     assert {f.name for f in dataclasses.fields(Run)} - tried == {
         "alpha",
         "attack",
@@ -83,6 +86,9 @@ def test_what_a_run_does_not_use_does_not_change_its_name():
     assert digest(Run(gamma=0)) == digest(Run(gamma=0.0, alpha=7.0, switch=3))
     assert digest(Run(partition="iid", gamma=0.3)) == digest(Run(partition="iid"))
     assert digest(Run(scheme="fixbn")) == digest(Run(scheme="fixbn", switch=150))
+    assert digest(Run(groups=4, decay=0.5)) == digest(Run())
+    fedavg = {"algorithm": "fedavg", "clients": 7}
+    assert digest(Run(**fedavg, cohort=7, server_momentum=0.5)) == digest(Run(**fedavg))
 
 
 def test_names_stay_the_same_from_version_to_version():

@@ -166,7 +166,7 @@ def test_what_is_usual_depends_on_the_algorithm():
     [
         ("local_steps", 2),
         ("local_epochs", 1),
-        ("cohort", 10),
+        ("cohort", 9),
         ("optimizer", "adam"),
         ("prox", 0.1),
         ("server", "momentum"),

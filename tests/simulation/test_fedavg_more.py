@@ -682,11 +682,21 @@ def test_rounds_of_distributed_sgd_start_from_the_calibrated_statistics(scheme):
     assert_same_model(simulation.model, twin.model, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("sizes", [(1, 30, 20), (30, 20, 1)])
+@pytest.mark.parametrize("scheme", ["fbn", "naive"])
 @pytest.mark.parametrize("algorithm", ["dsgd", "fedavg"])
-def test_a_client_with_a_single_sample_can_take_part_in_a_calibration(algorithm):
-    simulation, _ = digits(parts_of(1, 30, 20), algorithm=algorithm, scheme="fbn", calibrate=True)
+def test_a_client_with_a_single_sample_can_take_part_in_a_calibration(algorithm, scheme, sizes):
+    settings = {"algorithm": algorithm, "scheme": scheme, "calibrate": True}
+    simulation, net = digits(parts_of(*sizes), **settings)
     simulation.round()
     assert all(value.isfinite().all() for value in simulation.state().values())
+    _, batches = simulation.federation.survey_batches(0, 64)
+    inputs = simulation.data.inputs(simulation.data.train.x[np.concatenate(batches)])
+    first = net.double()[:3](inputs).detach()  # what the first layer sees, whoever normalizes how
+    again, _ = digits(parts_of(*sizes), **settings)
+    calibrate(again.federation, again.machine)
+    torch.testing.assert_close(again.layers["3"].running_mean, first.mean(0))
+    torch.testing.assert_close(again.layers["3"].running_var, first.var(0))
 
 
 # Evaluation.

@@ -82,6 +82,12 @@ class Run(Recipe):
         """The fields that determine the result: what this partition and scheme do not use is left out."""
         unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
         unused |= {name for name in LATER if getattr(self, name) == usual(self, name)}
+        uses = {
+            "decay": self.schedule == "exponential",
+            "groups": self.scheme == "groupnorm",
+            "server_momentum": self.server != "mean",
+        }
+        unused |= {name for name, used in uses.items() if not used}
         found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
         if self.is_plain():
             unused |= {*ADVERSARY}

@@ -21,7 +21,7 @@ from .lanes import Batches, Lane, Rows, kinds_of, nothing_seen, unrolled
 from .optim import Local, local_step, server_buffers, server_step
 from .packing import Packing
 from .recipe import learning_rate, torch_seed
-from .schemes import Phase
+from .schemes import Phase, Survey
 from .survey import survey
 
 # Clients side by side on a GPU, chosen by measuring on an H200: more do not help.
@@ -119,17 +119,24 @@ class FedAvg:
         if phase.survey is None or not phase.survey.again or not step or not self.federation.layers:
             yield
             return
-        before = self.weights.clone(), self.statistics.clone()
-        seen = survey(self.federation, self.machine, step - 1, phase, phase.survey, self._become)
+        statistics = self.statistics.clone()
+        seen = self._surveyed(step - 1, phase, phase.survey)
         try:
-            self.weights.copy_(before[0])
             self.statistics.copy_(torch.stack(self._merged(seen, 1.0, phase)))
             yield
         finally:
-            self.statistics.copy_(before[1])
+            self.statistics.copy_(statistics)
 
     def _phase(self, step: int) -> Phase:
         return self.federation.scheme.phase(step, self.recipe.switch_step())
+
+    def _surveyed(self, step: int, phase: Phase, how: Survey) -> Moments:
+        """What the clients of a round measure in a pass of their own, each with what it keeps to itself."""
+        weights = self.weights.clone()
+        try:
+            return survey(self.federation, self.machine, step, phase, how, self._become)
+        finally:
+            self.weights.copy_(weights)
 
     def _become(self, client: int) -> None:
         """Put what a client keeps to itself into the model."""
@@ -146,9 +153,7 @@ class FedAvg:
         self.rate.fill_(learning_rate(recipe, step))
         surveyed = None
         if phase.survey is not None and federation.layers:
-            before = self.weights.clone()
-            surveyed = survey(federation, self.machine, step, phase, phase.survey, self._become)
-            self.weights.copy_(before)
+            surveyed = self._surveyed(step, phase, phase.survey)
         clients = self.machine.upload(work.clients)
         short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
         counts = self.machine.upload(work.sizes) if short and self.machine.replays else None

@@ -203,6 +203,8 @@ def usual(recipe: Recipe, name: str) -> Any:
 
 
 def _fill_in(recipe: Recipe) -> None:
+    if recipe.algorithm == "fedavg" and recipe.cohort == recipe.clients:
+        object.__setattr__(recipe, "cohort", None)  # all of them
     for field in dataclasses.fields(Recipe):
         if getattr(recipe, field.name) is None and field.name in (*_USUAL["fedavg"], "local_epochs"):
             object.__setattr__(recipe, field.name, usual(recipe, field.name))

@@ -114,8 +114,12 @@ class Simulation:
 
     def evaluate(self, split: Split | None = None) -> Evaluation:
         """Accuracy and loss of the server's model on the test set (or another split)."""
-        prepared = getattr(self.algorithm, "evaluating", None)
-        with own_random_state(self.device), prepared(self.step) if prepared else contextlib.nullcontext():
+        prepared = getattr(self.algorithm, "evaluating", lambda step: contextlib.nullcontext())
+        with (
+            own_random_state(self.device),
+            arithmetic(self.device, self.recipe.precision),
+            prepared(self.step),
+        ):
             return self._evaluate(split or self.data.test)
 
     def evaluate_clients(self) -> Evaluation | None:
