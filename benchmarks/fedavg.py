@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import result
-from gpu import milliseconds
+from gpu import milliseconds, take_turns
 from pfl_rounds import Pfl, available, pfl_cnn
 from round import dataset
 
@@ -108,17 +108,12 @@ class Ten:
 def compare(rows, turns, rounds):
     """Median milliseconds of each contender, and every turn's."""
     found = {name: make() for name, make in rows.items() if available() or "pfl-research" not in name}
-    for contender in found.values():
-        milliseconds(contender, 2)
-    times = {name: [] for name in found}
-    for turn in range(turns):
-        for name in np.random.default_rng(turn).permutation(list(found)):
-            times[name].append(milliseconds(found[name], rounds))
+    medians, times = take_turns(found, turns, rounds, warm_up=2)
     engines = {name: c.engine for name, c in found.items() if isinstance(c, Simulation)}
     slow = [name for name, engine in engines.items() if engine != "CUDA graphs"]
     if slow:
         raise RuntimeError(f"not as CUDA graphs: {slow}")
-    return {name: statistics.median(ms) for name, ms in times.items()}, times
+    return medians, times
 
 
 def growth(turns, rounds):

@@ -194,9 +194,13 @@ def operations():
 
 
 def compare(turns, rounds):
-    found = {name: make() for name, make in contenders().items()}
+    return take_turns({name: make() for name, make in contenders().items()}, turns, rounds, warm_up=5)
+
+
+def take_turns(found, turns, rounds, warm_up):
+    """Median milliseconds of each contender, and every turn's; they take turns, in random order."""
     for contender in found.values():
-        milliseconds(contender, 5)
+        milliseconds(contender, warm_up)
     times = {name: [] for name in found}
     for turn in range(turns):
         for name in np.random.default_rng(turn).permutation(list(found)):

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..aggregation.statistics import Rows as ServerRows
 from ..norm.moments import Moments, round_momentum, tracked_steps
-from .byzantine import client_gradients, robust_update_of, through_rule
+from .abreast import first_step_abreast
+from .byzantine import robust_update_of, through_rule
 from .device import Machine, set_seed
 from .federation import Federation, Work, copy_state
-from .lanes import Batches, Lane, Rows, kinds_of, nothing_seen, unrolled
-from .optim import Local, local_step, server_buffers, server_step
+from .lanes import Batches, Lane, Rows, kinds_of, unrolled
+from .optim import Local, server_buffers, server_step
 from .packing import Packing
 from .recipe import learning_rate, torch_seed
 from .schemes import Phase, Survey
@@ -162,7 +163,7 @@ class FedAvg:
         first = 0
         if phase.first is not None:
             set_seed(self.federation.device, torch_seed(recipe.seed, "dropout", step))
-            self._first_step(rows, batches, phase)
+            first_step_abreast(federation, self.machine, self.packing, rows, batches, phase, self.rate)
             first = 1
         self._train(rows, work, batches, phase, first, step)
         shares = self.machine.upload(federation.shares(work.clients)).to(self.weights.dtype)
@@ -235,48 +236,6 @@ class FedAvg:
                 Lane(self.federation, self.machine, self.packing, self.rate, most) for _ in range(count)
             ]
         return self._lanes
-
-    def _first_step(self, rows: Rows, batches: Batches, phase: Phase) -> None:
-        """The first local step of all clients of the round, side by side: their layers see all of them."""
-        federation, machine, recipe = self.federation, self.machine, self.recipe
-        assert phase.first is not None
-        sizes = machine.upload(batches.sizes[:, :1])
-        keep = torch.arange(recipe.batch, device=sizes.device) < sizes
-        weights = keep / sizes.to(self.weights.dtype)
-        chosen = batches.index[:, 0]
-        x = federation.data.inputs(federation.samples(chosen.flatten())).unflatten(0, chosen.shape)
-        federation.model.train()
-        for layer in federation.layers.values():
-            layer.start(phase._replace(normalise=phase.first))
-        stacked = dict(zip(self.packing.names, self.packing.views(rows.weights), strict=True))
-        arguments = x, federation.data.train.y[chosen], len(x), machine.half, stacked, weights
-        gradients, losses = client_gradients(federation.model, federation.layers, *arguments)
-        flat = torch.empty_like(gradients)
-        flat[:, self.packing.order] = gradients
-        found = {name: layer.rows(name, 1) for name, layer in federation.layers.items()}
-        layers = federation.layers
-        seen = [m or nothing_seen(layers[name].running()) for name, m in found.items()]
-        for i in range(len(x)):
-            taken = rows.taken[i]
-            sent = rows.weights[i].clone()
-            local_step(rows.weights[i], flat[i], rows.state[i], taken, sent, self.rate, self.how)
-        if seen:
-            every = (len(x), -1)
-            mean, var = (
-                torch.cat([getattr(m, k).expand(*every) for m in seen], 1).double() for k in ("mean", "var")
-            )
-            counts = [torch.as_tensor(m.count, device=mean.device).double().view(-1, 1) for m in seen]
-            count = torch.cat(
-                [c.expand(len(x), m.mean.shape[1]) for c, m in zip(counts, seen, strict=True)], 1
-            )
-            after = phase.kept.over_steps(
-                Moments(rows.counts, rows.statistics[:, 0], rows.statistics[:, 1]),
-                Moments(count, mean, var),
-                recipe.beta,
-            )
-            rows.counts.copy_(torch.as_tensor(after.count))
-            rows.statistics.copy_(torch.stack([after.mean, after.var], 1))
-        rows.losses.copy_(losses)
 
     def _receive(self, rows: Rows, clients: Tensor, shares: Tensor, step: int) -> None:
         """The server's step with the clients' weights; what clients keep is put away first."""
