@@ -89,6 +89,15 @@ def test_what_a_run_does_not_use_does_not_change_its_name():
     assert digest(Run(groups=4, decay=0.5)) == digest(Run())
     fedavg = {"algorithm": "fedavg", "clients": 7}
     assert digest(Run(**fedavg, cohort=7, server_momentum=0.5)) == digest(Run(**fedavg))
+    for unused in (
+        {"optimizer": "adam", "momentum": 0.5, "momentum_kind": "dampened"},
+        {"momentum": 0.0, "momentum_kind": "dampened", "local_state": "keep"},
+        {"scheme": "groupnorm", "beta": 0.5, "calibrate": True},
+        {"scheme": "hbn", "beta": 0.5},
+    ):
+        used = {name: unused[name] for name in ("optimizer", "scheme") if name in unused}
+        used |= {"momentum": 0.0} if unused.get("momentum") == 0 else {}
+        assert digest(Run(**fedavg, **unused)) == digest(Run(**fedavg, **used))
 
 
 def test_names_stay_the_same_from_version_to_version():

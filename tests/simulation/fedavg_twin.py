@@ -163,8 +163,13 @@ class FedAvgTwin:
                 for ps in zip(*(m.parameters() for m in trained), strict=True)
             ]
             update = [new - old for new, old in zip(mean, self.model.parameters(), strict=True)]
-            for p, u in zip(self.model.parameters(), self.server_update(update), strict=True):
-                p += r.server_lr * u
+            names = [name for name, _ in self.model.named_parameters()]
+            moved = zip(names, self.model.parameters(), self.server_update(update), mean, strict=True)
+            for name, p, u, average in moved:
+                if name in self.own_keys():  # which nobody sends: the model as a whole has the mean
+                    p.copy_(average)
+                else:
+                    p += r.server_lr * u
         for client, model in models.items():
             state = model.state_dict()
             self.own[client] = {k: state[k].clone() for k in self.own_keys()}

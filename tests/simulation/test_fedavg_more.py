@@ -909,3 +909,115 @@ def test_what_is_no_image_cannot_be_augmented(algorithm):
     recipe = Recipe(algorithm=algorithm, clients=2, augment=True)
     with pytest.raises(ValueError, match="augment is for images; these samples have no height and width"):
         Simulation(models.build("mlp", (2,), 10, seed=0), data, parts_of(9, 9), recipe)
+
+
+# What a review found.
+
+
+class Scaled(nn.Module):
+    """A network with a single number among its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = models.build("mlp", (1, 8, 8), 10, seed=0), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * self.body(x)
+
+
+def on_digits(model, **recipe):
+    data = datasets.load("digits")
+    settings = {"algorithm": "fedavg", "clients": 4, "local_steps": 2, "batch": 8, "rounds": 4}
+    recipe = Recipe(**settings | recipe)
+    parts = partition.iid(data.train.y.numpy(), recipe.honest(), stream(0, "partition"))
+    return Simulation(model, data, parts, recipe)
+
+
+def test_a_parameter_may_be_a_single_number():
+    simulation = on_digits(Scaled())
+    simulation.round()
+    assert simulation.model.scale.item() != 0.5
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "InstanceNorm"])
+def test_a_model_whose_training_changes_other_buffers_is_refused(kind):
+    model = models.build("mlp", (1, 8, 8), 10, seed=0)
+    if kind == "spectral norm":
+        nn.utils.parametrizations.spectral_norm(model[1])
+        name = r"1\.parametrizations\.weight\.0\._u"
+    else:
+        model.insert(0, nn.InstanceNorm2d(1, track_running_stats=True))
+        name = r"0\.running_mean"
+    with pytest.raises(ValueError, match=f"buffer '{name}' of the model changes while a client trains"):
+        on_digits(model)
+
+
+def test_hbn_is_evaluated_with_the_lies_that_clients_tell():
+    lies = {"scheme": "hbn", "clients": 7, "byzantine": 2, "attack": "foe:10", "rounds": 3}
+    found = {}
+    for defense in ("none", "median"):
+        simulation = on_digits(models.build("mlp", (1, 8, 8), 10, seed=0), defense=defense, **lies)
+        for _ in range(3):
+            simulation.round()
+        with simulation.algorithm.evaluating(3):
+            found[defense] = simulation.algorithm.statistics.clone()
+    # Twice ten times minus the honest means, among five honest ones.
+    means = {kind: statistics[0] for kind, statistics in found.items()}
+    assert means["none"].sum() < 0 < means["median"].sum()
+
+
+def test_a_round_that_fails_after_training_is_not_repeated_on_top(monkeypatch):
+    simulation = on_digits(models.build("mlp", (1, 8, 8), 10, seed=0), local_state="keep")
+    simulation.round()
+    calls = []
+
+    def broken(*args):
+        calls.append(args)
+        raise RuntimeError("no memory for the rule")
+
+    monkeypatch.setattr(simulation.algorithm, "_share", broken)
+    monkeypatch.setattr(simulation.machine, "replays", True)  # as on a GPU, where capturing may fail
+    monkeypatch.setattr(simulation.algorithm, "_train", lambda *args: None)
+    with pytest.raises(RuntimeError, match="no memory"):
+        simulation.round()
+    assert len(calls) == 1
+
+
+def test_no_rule_and_no_server_sees_what_clients_keep_to_themselves():
+    liars = {"byzantine": 1, "attack": "gaussian", "targets": "gradients", "defense": "nnm+median"}
+    simulation = on_digits(
+        models.build("mlp", (1, 8, 8), 10, seed=0), scheme="fedbn", server="momentum", **liars
+    )
+    algorithm = simulation.algorithm
+    for _ in range(2):
+        simulation.round()
+    mean = algorithm.own_weights.mean(0)
+    torch.testing.assert_close(algorithm.weights[algorithm.places], mean)
+    assert not algorithm.server[0][algorithm.places].any()
+    assert algorithm.server[0].any()
+    names = dict(simulation.model.named_parameters())
+    torch.testing.assert_close(torch.cat([names["3.weight"], names["3.bias"]]), mean[:256])
+
+
+@pytest.mark.parametrize("scheme", ["fbn", "naive"])
+def test_a_layer_that_takes_no_part_keeps_its_variance_under_a_robust_rule(scheme):
+    class Unused(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.BatchNorm1d(3)
+
+    simulation = on_digits(Unused(), scheme=scheme, defense="median")
+    for _ in range(3):
+        simulation.round()
+    model = simulation.model
+    assert torch.equal(model.unused.running_var, torch.ones(3))
+    assert int(model.unused.num_batches_tracked) == 0
+    assert int(model.body[3].num_batches_tracked) == 6
+    assert not torch.equal(model.body[3].running_var, torch.ones(128))
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "none", "fedbn", "silobn"])
+def test_an_attack_on_statistics_that_nobody_shares_is_refused(scheme):
+    with pytest.raises(ValueError, match=f"scheme '{scheme}' shares no statistics"):
+        Recipe(algorithm="fedavg", scheme=scheme, byzantine=2, attack="foe")
+    assert Recipe(algorithm="fedavg", scheme=scheme, byzantine=2, attack="foe", targets="gradients")

@@ -12,6 +12,7 @@ from ..data.partition import PARTITIONS
 from ..simulation.models import MODELS
 from ..simulation.recipe import ADVERSARY, LATER, Recipe, check_fields, usual
 from ..simulation.ring import Ring
+from ..simulation.schemes import SCHEMES
 
 _FORMAT = 1  # raised when the same configuration would no longer give the same result
 
@@ -86,7 +87,15 @@ class Run(Recipe):
             "decay": self.schedule == "exponential",
             "groups": self.scheme == "groupnorm",
             "server_momentum": self.server != "mean",
+            "calibrate": SCHEMES[self.scheme].replace is None,
         }
+        if self.algorithm == "fedavg":
+            moving = self.optimizer == "sgd" and self.momentum != 0
+            uses |= {"momentum": self.optimizer == "sgd", "momentum_kind": moving}
+            uses |= {"local_state": moving or self.optimizer == "adam"}
+            uses |= {
+                "beta": SCHEMES[self.scheme].replace is None and SCHEMES[self.scheme].before.survey is None
+            }
         unused |= {name for name, used in uses.items() if not used}
         found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
         if self.is_plain():

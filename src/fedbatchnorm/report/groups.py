@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..experiments.catalogue import FIGURES
 from ..experiments.config import Run, local_work
 from ..experiments.folder import Result
-from ..simulation.recipe import ADVERSARY, LATER
+from ..simulation.recipe import ADVERSARY, LATER, usual
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
 
@@ -55,10 +55,10 @@ class Comparison(NamedTuple):
         text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
         if run.algorithm == "fedavg":
             text += f", {local_work(run)}"
-        usual = vars(Run(dataset=run.dataset, rounds=run.rounds, algorithm=run.algorithm))
+        plain = vars(Run(dataset=run.dataset, rounds=run.rounds, algorithm=run.algorithm))
         told = {"algorithm", "local_steps", "local_epochs", "cohort"}
         for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every", *LATER):
-            if name not in told and getattr(run, name) != usual[name]:
+            if name not in told and getattr(run, name) != plain[name]:
                 text += f", {name.replace('_', ' ')} {getattr(run, name)}"
         return text
 
@@ -86,6 +86,12 @@ class Comparison(NamedTuple):
     def best(self, label: str, level: float | None) -> Spread | None:
         """Best accuracy over seeds, or None if it was not run."""
         return self._over_seeds(label, level, "best_accuracy")
+
+    def own(self, label: str, level: float | None) -> Spread | None:
+        """Final accuracy of clients with models of their own, over seeds, or None if there is none."""
+        results = self.cells.get((label, level), [])
+        found = [r.summary["client_accuracy"] for r in results if "client_accuracy" in r.summary]
+        return Spread.of(found) if found else None
 
     def curve(self, label: str, level: float | None) -> tuple[list[int], list[Spread]]:
         """Rounds, and accuracy there over seeds."""
@@ -241,10 +247,16 @@ def final_table(
     group: Comparison, show: Callable[[Spread | None], str] = percent_or_dash
 ) -> tuple[list[str], list[list[str]]]:
     """Final accuracies in percent: the header, and a row for each level of heterogeneity."""
-    header = [group.parameter or "partition", *group.labels()]
+    personal = [label for label in group.labels() if any(group.own(label, level) for level in group.levels())]
+    header = [
+        group.parameter or "partition",
+        *group.labels(),
+        *(f"{label}, own models" for label in personal),
+    ]
     rows = []
     for level in group.levels():
         cells = [group.final(label, level) for label in group.labels()]
+        cells += [group.own(label, level) for label in personal]
         rows.append(["iid" if level is None else f"{level:g}", *map(show, cells)])
     return header, rows
 
@@ -281,7 +293,14 @@ def siege_table(
 
 def _shared(config: Run | Ring, ignored: Collection[str | None]) -> tuple[Any, ...]:
     """What runs must have in common to be compared."""
-    return tuple(sorted((k, str(v)) for k, v in config.identity().items() if k not in ignored))
+    identity = config.identity()
+    if (
+        isinstance(config, Run)
+        and config.algorithm != "dsgd"
+        and config.weighting == usual(config, "weighting")
+    ):
+        identity.pop("weighting", None)  # it is usual to weigh otherwise where somebody may lie
+    return tuple(sorted((k, str(v)) for k, v in identity.items() if k not in ignored))
 
 
 def _order(parameter: str | None) -> int:

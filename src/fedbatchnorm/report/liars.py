@@ -23,7 +23,7 @@ def judge_siege(siege: Siege) -> list[Finding]:
     run = siege.example
     if run.attack not in _ALL or run.defense not in _RULES or 10 * run.byzantine != 3 * run.clients:
         return []
-    if run.targets_struck() != attack(run.attack).targets:
+    if run.targets_struck() != attack(run.attack).targets or run.algorithm != "dsgd":
         return []
     return judge([row.claim for row in LIAR_CLAIMS if row.speaks_of(siege)], siege)
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from .. import __version__
 from ..experiments.archive import gather
-from ..experiments.config import Run, describe
+from ..experiments.config import Run, describe, local_work
 from ..experiments.folder import Result
 from . import figures
 from .claims import judge_comparison, judge_rings
@@ -134,6 +134,10 @@ def _accuracy_sections(groups: list[Comparison], out: Path) -> list[dict[str, An
     return sections
 
 
+def _under_fedavg(run: Run) -> str:
+    return f", {local_work(run)}" if run.algorithm == "fedavg" else ""
+
+
 def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
     """Figures 4 and 6 to 13: a section for each attack and defense."""
     sections = []
@@ -144,9 +148,9 @@ def _siege_sections(found: list[Siege], out: Path) -> list[dict[str, Any]]:
         text = (
             f"{run.byzantine} of {run.clients} clients lie about {struck}; the data is split among the "
             f"others (among all {run.clients} where there is no attack). {run.dataset}, {run.model}, "
-            f"{run.rounds} rounds. Fewer clients with data differ less, which helps naive BatchNorm: compare "
-            "its attacked and defended runs with each other. Thin lines are single seeds, thick ones their "
-            "median."
+            f"{run.rounds} rounds{_under_fedavg(run)}. "
+            "Fewer clients with data differ less, which helps naive BatchNorm: compare its attacked and "
+            "defended runs with each other. Thin lines are single seeds, thick ones their median."
         )
         section = _section(
             title, text, figures.siege_figure(siege), out, f"attack-{run.attack.replace(':', '-')}-{i}"

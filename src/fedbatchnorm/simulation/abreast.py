@@ -61,9 +61,10 @@ def _keep(rows: Rows, seen: list[Moments], phase: Phase, beta: float) -> None:
     """Add what the layers saw to what each client keeps."""
     clients = len(rows.weights)
     mean, var = (
-        torch.cat([getattr(m, k).expand(clients, -1) for m in seen], 1).double() for k in ("mean", "var")
+        torch.cat([getattr(m, k).expand(clients, -1) for m in seen], 1).to(rows.counts)
+        for k in ("mean", "var")
     )
-    counts = [torch.as_tensor(m.count, device=mean.device).double().view(-1, 1) for m in seen]
+    counts = [torch.as_tensor(m.count, device=mean.device).to(mean).view(-1, 1) for m in seen]
     count = torch.cat([c.expand(clients, m.mean.shape[1]) for c, m in zip(counts, seen, strict=True)], 1)
     before = Moments(rows.counts, *rows.statistics.unbind(1))
     after = phase.kept.over_steps(before, Moments(count, mean, var), beta)

@@ -113,8 +113,8 @@ def through_rule(
 
 
 def robust_update_of(rows: Tensor, recipe: Recipe, step: int) -> Tensor:
-    """What the server makes of the honest clients' updates (h, d) and the liars': NaN if training has
-    diverged."""
+    """What the server makes of all clients' updates, of which the honest ones are (h, d); NaN where training
+    has diverged."""
     rule, fine = server_rule(recipe), rows.isfinite().all()
     sent = with_lies(torch.where(fine, rows, 0), recipe, "gradients", rule, step)
     return torch.where(fine, rule(sent), torch.nan)

@@ -109,9 +109,9 @@ class Machine:
         """What the model is fed for stored samples."""
         return self.call(model_inputs, data, x, self.compiles and x.dim() == 4)
 
-    def upload(self, values: np.ndarray) -> Tensor:
-        """An array on the way to the device, which nobody waits for."""
-        tensor = torch.from_numpy(values)
+    def upload(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+        """An array on the way to the device, in a type that it has, which nobody waits for."""
+        tensor = torch.from_numpy(values).to(dtype)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

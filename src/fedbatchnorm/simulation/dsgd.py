@@ -150,9 +150,10 @@ class DistributedSGD:
         direction = torch.where(fine, direction, torch.nan)
         with torch.no_grad():
             for p, part in zip(federation.parameters, direction.split(sizes), strict=True):
-                p.sub_(part.view_as(p) * rate) if isinstance(rate, Tensor) else p.sub_(
-                    part.view_as(p), alpha=rate
-                )
+                if isinstance(rate, Tensor):
+                    p.sub_(rate * part.view_as(p))
+                else:
+                    p.sub_(part.view_as(p), alpha=rate)
         return losses.mean()
 
     def _descend(self, gradients: list[Tensor], rate: float | Tensor) -> None:

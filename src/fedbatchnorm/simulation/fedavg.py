@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..aggregation.statistics import Rows as ServerRows
-from ..norm.moments import Moments, round_momentum, tracked_steps
+from ..norm.moments import Moments, accumulator_dtype, round_momentum, tracked_steps
 from .abreast import first_step_abreast
 from .byzantine import robust_update_of, through_rule
 from .device import Machine, set_seed
-from .federation import Federation, Work, copy_state
+from .federation import Federation, Work, copy_state, refuse_other_buffers
 from .lanes import Batches, Lane, Rows, kinds_of, unrolled
 from .optim import Local, server_buffers, server_step
 from .packing import Packing
@@ -41,6 +41,7 @@ class FedAvg:
             chunk: clients side by side on a GPU; ten, or five where a batch is large, if not given.
         """
         self.federation, self.machine, self.recipe = federation, machine, federation.recipe
+        refuse_other_buffers(federation)
         recipe, scheme, device, dtype = self.recipe, federation.scheme, federation.device, federation.dtype
         self.packing = Packing(federation.model, federation.layers, machine.replays)
         d, c, n = self.packing.size, sum(self.packing.channels), len(federation.parts)
@@ -48,6 +49,7 @@ class FedAvg:
         self.rate = torch.zeros((), device=device, dtype=dtype)
         self.weights = torch.zeros(d, device=device, dtype=dtype)
         self.statistics = torch.zeros(2, c, device=device, dtype=dtype)
+        self.exact = accumulator_dtype(self.weights)
         self.packing.adopt(federation.model, self.weights, self.statistics)
         self.server = self.weights.new_zeros(server_buffers(recipe), d)
         kept = n if recipe.local_state == "keep" else 0
@@ -60,17 +62,6 @@ class FedAvg:
         large = recipe.batch * federation.largest >= _LARGE
         self._chunk, self._lanes = chunk or (_LANES_OF_LARGE if large else _LANES), list[Lane]()
         self._rows: Rows | None = None
-
-    def round(self, step: int) -> Tensor:
-        """One round of a cohort; returns the clients' mean training loss, without waiting for the device."""
-        try:
-            return self._round(step)
-        except Exception as error:
-            if not self.machine.replays:
-                raise
-            self.machine.go_eager(error)
-            self._lanes = []
-            return self._round(step)
 
     def state(self) -> dict[str, Tensor]:
         """All that the next round depends on: weights, statistics, the server's and the clients' own state.
@@ -123,7 +114,7 @@ class FedAvg:
         statistics = self.statistics.clone()
         seen = self._surveyed(step - 1, phase, phase.survey)
         try:
-            self.statistics.copy_(torch.stack(self._merged(seen, 1.0, phase)))
+            self.statistics.copy_(torch.stack(self._merged(seen, 1.0, phase, None, step - 1)))
             yield
         finally:
             self.statistics.copy_(statistics)
@@ -146,30 +137,44 @@ class FedAvg:
         if len(self.own_statistics):
             self.statistics.copy_(self.own_statistics[client])
 
-    def _round(self, step: int) -> Tensor:
-        federation, recipe = self.federation, self.recipe
+    def round(self, step: int) -> Tensor:
+        """One round of a cohort; returns the clients' mean training loss, without waiting for the device."""
+        federation, machine = self.federation, self.machine
         work, phase = federation.work(step), self._phase(step)
         if step == 0 and len(self.own_statistics):
             self.own_statistics.copy_(self.statistics)  # which may have been calibrated
-        self.rate.fill_(learning_rate(recipe, step))
+        self.rate.fill_(learning_rate(self.recipe, step))
         surveyed = None
         if phase.survey is not None and federation.layers:
             surveyed = self._surveyed(step, phase, phase.survey)
-        clients = self.machine.upload(work.clients)
-        short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
-        counts = self.machine.upload(work.sizes) if short and self.machine.replays else None
-        batches = Batches(self.machine.upload(work.index), work.sizes, counts)
-        rows = self._send(clients)
-        first = 0
-        if phase.first is not None:
-            set_seed(self.federation.device, torch_seed(recipe.seed, "dropout", step))
-            first_step_abreast(federation, self.machine, self.packing, rows, batches, phase, self.rate)
-            first = 1
-        self._train(rows, work, batches, phase, first, step)
-        shares = self.machine.upload(federation.shares(work.clients)).to(self.weights.dtype)
+        clients = machine.upload(work.clients)
+        try:
+            rows = self._trained(clients, work, phase, step)
+        except Exception as error:  # nothing has changed yet but the lanes
+            if not machine.replays:
+                raise
+            machine.go_eager(error)
+            self._lanes = []
+            rows = self._trained(clients, work, phase, step)
+        shares = machine.upload(federation.shares(work.clients), self.weights.dtype)
         self._receive(rows, clients, shares, step)
         self._share(rows, surveyed, clients, shares, work, phase, step)
         return shares @ rows.losses
+
+    def _trained(self, clients: Tensor, work: Work, phase: Phase, step: int) -> Rows:
+        """What the clients of a round hand back."""
+        federation, machine, recipe = self.federation, self.machine, self.recipe
+        short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
+        counts = machine.upload(work.sizes) if short and machine.replays else None
+        batches = Batches(machine.upload(work.index), work.sizes, counts)
+        rows = self._send(clients)
+        first = 0
+        if phase.first is not None:
+            set_seed(federation.device, torch_seed(recipe.seed, "dropout", step))
+            first_step_abreast(federation, machine, self.packing, rows, batches, phase, self.rate)
+            first = 1
+        self._train(rows, work, batches, phase, first, step)
+        return rows
 
     def _send(self, clients: Tensor) -> Rows:
         """What each client of the round starts with: the server's, and what it keeps to itself."""
@@ -177,7 +182,7 @@ class FedAvg:
             m, c = self.cohort, self.statistics.shape[1]
             keeps = self.recipe.local_state == "keep" or self.federation.scheme.before.first is not None
             state = self.weights.new_zeros(m if keeps else 0, self.how.buffers(), self.packing.size)
-            statistics = torch.zeros(m, 2, c, device=self.weights.device, dtype=torch.float64)
+            statistics = torch.zeros(m, 2, c, device=self.weights.device, dtype=self.exact)
             weights = self.weights.new_zeros(m, self.packing.size)
             counts = torch.zeros_like(statistics[:, 0])
             sent = torch.zeros_like(weights[: m if self.how.prox else 0])
@@ -244,12 +249,15 @@ class FedAvg:
             self.client_steps[clients] = rows.taken
         if len(self.own_weights):
             self.own_weights[clients] = rows.weights[:, self.places]
+        own = shares @ rows.weights[:, self.places]
         updates = rows.weights.sub_(self.weights)
+        updates[:, self.places] = 0  # nobody sends these
         if "gradients" in self.recipe.targets_struck():
             update = robust_update_of(updates, self.recipe, step)
         else:
             update = shares @ updates
         server_step(self.weights, update, self.server, self.recipe)
+        self.weights[self.places] = own  # for the model as a whole, the mean of what clients have
 
     def _share(
         self,
@@ -278,16 +286,17 @@ class FedAvg:
             kept, beta = surveyed, phase.survey.momentum
         mean, var = self._merged(kept, beta, phase, shares, step)
         self.statistics.copy_(torch.stack([mean, var]))
-        for layer in self.federation.layers.values():
-            layer.num_batches_tracked += tracked_steps(steps)  # pyrefly: ignore
+        seen_by_layer = torch.as_tensor(kept.count).sum(0).split(self.packing.channels)
+        for layer, count in zip(self.federation.layers.values(), seen_by_layer, strict=True):
+            layer.num_batches_tracked += tracked_steps(steps) * (count[0] > 0)  # pyrefly: ignore
 
     def _merged(
-        self, kept: Moments, beta: float, phase: Phase, shares: Tensor | None = None, step: int | None = None
+        self, kept: Moments, beta: float, phase: Phase, shares: Tensor | None, step: int
     ) -> tuple[Tensor, Tensor]:
-        """The next mean and variance of all layers, (C,); through the server's rule in a round with one."""
-        mean, var = self.statistics.double()
+        """The next mean and variance of all layers, (C,); through the server's rule if it has one."""
+        mean, var = self.statistics.to(self.exact)
         total = torch.as_tensor(kept.count).sum(0)
-        if step is None or self.recipe.is_plain():
+        if self.recipe.is_plain():
             return phase.kept.merge(mean, var, kept, shares, beta, total)
         _, lying = self.recipe.shares_of_cohort()
         total = total * (1 + lying / self.cohort)  # Byzantine clients claim as many values as the others
@@ -296,7 +305,8 @@ class FedAvg:
             rows = phase.kept.rows(mean, var, seen[0], beta, total)
             layers = self.federation.layers.values()
             floor = torch.cat([torch.full_like(layer.running().mean, layer.eps) for layer in layers])
-            return ServerRows(*rows, torch.full_like(mean, beta), total.clamp(min=2), floor.double())
+            return ServerRows(*rows, torch.full_like(mean, beta), total.clamp(min=2), floor.to(self.exact))
 
         new_mean, new_var, fine = through_rule(phase, form, [kept], self.recipe, step)
+        fine = fine & (total > 0)  # a layer may have seen nothing
         return torch.where(fine, new_mean, mean), torch.where(fine, new_var, var)

@@ -4,6 +4,7 @@ Every random draw comes from a generator seeded by (seed, what for, round), so t
 the state before it, the recipe and the round's number.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..data.augment import random_augment
 from ..data.datasets import Dataset
+from .device import own_random_state
 from .fold import fold
 from .recipe import Recipe, stream
 from .schemes import SCHEMES
@@ -37,6 +39,33 @@ def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor], skip: Ite
     with torch.no_grad():
         for name in own.keys() - set(skip):
             own[name].copy_(state[name])
+
+
+def refuse_other_buffers(federation: "Federation") -> None:
+    """An error for a model with buffers, besides BatchNorm's, that a client's training changes.
+
+    They belong to no client and to no server: FedAvg here averages parameters and BatchNorm's statistics.
+    """
+    model = copy.deepcopy(federation.model).train()
+    known = {
+        f"{name}.{kind}" for name in federation.layers for kind, _ in federation.layers[name].named_buffers()
+    }
+    others = {name: buffer for name, buffer in model.named_buffers() if name not in known}
+    if not others:
+        return
+    before = {name: buffer.clone() for name, buffer in others.items()}
+    for name in federation.layers:
+        layer = model.get_submodule(name)
+        layer.start(federation.scheme.before)  # pyrefly: ignore
+        layer.clients = 1  # pyrefly: ignore
+    with torch.no_grad(), own_random_state(federation.device):
+        model(federation.data.inputs(federation.data.train.x[:4]))
+    for name, value in model.named_buffers():
+        if name in before and not torch.equal(value, before[name]):
+            raise ValueError(
+                f"buffer {name!r} of the model changes while a client trains, and FedAvg here shares "
+                "parameters and BatchNorm's statistics alone: take its layer out, or use algorithm dsgd"
+            )
 
 
 class Work(NamedTuple):

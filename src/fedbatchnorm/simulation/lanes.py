@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..norm.moments import Moments, Running
+from ..norm.moments import Moments, Running, accumulator_dtype
 from .device import Machine, capture, set_seed, weighted_loss
 from .federation import Federation
 from .optim import Local, local_step
@@ -86,7 +86,8 @@ class Lane:
         self.weights, self.sent, self.gradient = zeros(d), zeros(d if self.how.prox else 0), zeros(d)
         self.state, self.taken = zeros(self.how.buffers(), d), zeros()
         self.statistics = zeros(2, c)
-        self.kept, self.counts = zeros(2, c, dtype=torch.float64), zeros(c, dtype=torch.float64)
+        exact = accumulator_dtype(self.weights)
+        self.kept, self.counts = zeros(2, c, dtype=exact), zeros(c, dtype=exact)
         self.loss = zeros()
         self.parameters = packing.adopt(self.model, self.weights, self.statistics)
         self.gradients = packing.views(self.gradient)
@@ -258,7 +259,7 @@ def add_step(how: Kept, counts: Tensor, kept: Tensor, seen: Sequence[Moments], b
     Args:
         how: moments of all steps, or running statistics.
         counts: (C,), values seen so far.
-        kept: (2, C), mean and variance so far, in float64.
+        kept: (2, C), mean and variance so far, in float64 where the device has it.
         seen: each layer's moments in the step, (1, c).
         beta: momentum of running statistics.
     """

@@ -45,7 +45,7 @@ def with_own_batch(
         ([-1.0, 1.0, -1.0, 1.0], [1.0, 100.0])
     """
     if keep is not None or torch.compiler.is_compiling() or (in_transform() and clients == 1):
-        # In operations that fuse with their neighbours and map over clients: there is no buffer to write to.
+        # In operations that fuse with their neighbors and map over clients: there is no buffer to write to.
         return _mixed_with_batch(x, running, None, clients, weight, bias, keep)
     channels = x.shape[1]
     mean, unbiased = (running.mean.new_zeros(clients * channels) for _ in range(2))

@@ -38,7 +38,7 @@ class Packing:
                 o, i, h, w = shape
                 found.append(part.view(*lead, o, h, w, i).movedim(-1, -3))
             else:
-                found.append(part.view(*lead, *shape))
+                found.append(part.view((*lead, *shape)))
         return found
 
     def adopt(self, model: nn.Module, weights: Tensor, statistics: Tensor) -> list[nn.Parameter]:

@@ -252,10 +252,16 @@ def _check_adversary(recipe: Recipe) -> None:
         raise ValueError(
             "scheme is 'centralized', which has no clients that could lie: choose another scheme"
         )
-    if "gradients" in recipe.targets_struck() and recipe.weighting == "size":
-        raise ValueError("weighting is 'size', but robust rules for gradients weigh all clients the same")
-    if not recipe.is_plain() and recipe.algorithm == "fedavg" and recipe.weighting == "size":
-        raise ValueError("weighting is 'size', but robust rules weigh all clients the same: leave it out")
+    struck = recipe.targets_struck()
+    rules = "rules for gradients" if recipe.algorithm == "dsgd" else "rules"
+    robust = "gradients" in struck or (recipe.algorithm == "fedavg" and not recipe.is_plain())
+    if robust and recipe.weighting == "size":
+        raise ValueError(f"weighting is 'size', but robust {rules} weigh all clients the same")
+    if struck and "gradients" not in struck and SCHEMES[recipe.scheme].before.merge_rows is None:
+        raise ValueError(
+            f"scheme {recipe.scheme!r} shares no statistics that anybody could lie about: "
+            "give targets gradients"
+        )
 
 
 def stream(seed: int, what: str, step: int = 0, *more: int) -> np.random.Generator:

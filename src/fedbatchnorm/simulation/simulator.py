@@ -30,7 +30,8 @@ _CPU_BYTES = 2**24  # on a CPU the largest activation of an evaluation's batch s
 _EVALUATION_BATCH = 1000
 _EVALUATED_CLIENTS = 100  # at most, where each client is evaluated with its own model
 
-# An algorithm is a class (federation, machine, chunk) with round(step), state() and load_state(state).
+# An algorithm is a class (federation, machine, chunk) with round(step), state() and load_state(state); it may
+# have as_client(i), for schemes whose clients have models of their own, and evaluating(step).
 ALGORITHMS: dict[str, Any] = {"dsgd": DistributedSGD, "fedavg": FedAvg}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..norm.moments import Moments
+from ..norm.moments import Moments, accumulator_dtype
 from .device import Machine, set_seed
 from .federation import Federation
 from .recipe import torch_seed
@@ -60,7 +60,8 @@ def survey(
         found.append(
             (torch.cat(counts), *(torch.cat([getattr(m, k)[0] for m in kept]) for k in ("mean", "var")))
         )
-    return Moments(*(torch.stack(column).double() for column in zip(*found, strict=True)))
+    columns = [torch.stack(column) for column in zip(*found, strict=True)]
+    return Moments(*(column.to(accumulator_dtype(column)) for column in columns))
 
 
 def calibrate(federation: Federation, machine: Machine) -> None:
@@ -73,8 +74,9 @@ def calibrate(federation: Federation, machine: Machine) -> None:
         return
     seen = survey(federation, machine, 0, federation.scheme.before, CALIBRATION)
     sizes = [layer.num_features for layer in federation.layers.values()]
-    nothing = torch.zeros_like(seen.mean[0])
-    merged = merge_moments(nothing, nothing, seen, None, CALIBRATION.momentum, seen.count.sum(0))  # pyrefly: ignore
+    zero, one = torch.zeros_like(seen.mean[0]), torch.ones_like(seen.mean[0])
+    total = torch.as_tensor(seen.count).sum(0)
+    merged = merge_moments(zero, one, seen, None, CALIBRATION.momentum, total)  # pyrefly: ignore
     with torch.no_grad():
         parts = zip(federation.layers.values(), *(m.split(sizes) for m in merged), strict=True)
         for layer, mean, var in parts:
