@@ -247,17 +247,20 @@ class FedAvg:
         if self.recipe.local_state == "keep":
             self.client_state[clients] = rows.state
             self.client_steps[clients] = rows.taken
+        own = None
         if len(self.own_weights):
-            self.own_weights[clients] = rows.weights[:, self.places]
-        own = shares @ rows.weights[:, self.places]
+            kept = rows.weights[:, self.places]
+            self.own_weights[clients] = kept
+            own = shares @ kept
+            rows.weights[:, self.places] = self.weights[self.places]  # nobody sends these
         updates = rows.weights.sub_(self.weights)
-        updates[:, self.places] = 0  # nobody sends these
         if "gradients" in self.recipe.targets_struck():
             update = robust_update_of(updates, self.recipe, step)
         else:
             update = shares @ updates
         server_step(self.weights, update, self.server, self.recipe)
-        self.weights[self.places] = own  # for the model as a whole, the mean of what clients have
+        if own is not None:
+            self.weights[self.places] = own  # for the model as a whole, the mean of what clients have
 
     def _share(
         self,
