@@ -62,6 +62,8 @@ class FedAvg:
         large = recipe.batch * federation.largest >= _LARGE
         self._chunk, self._lanes = chunk or (_LANES_OF_LARGE if large else _LANES), list[Lane]()
         self._rows: Rows | None = None
+        steps = federation.local_steps()  # of all clients, so that graphs serve every cohort
+        self._most_steps, self._usual_steps = int(steps.max()), int(np.median(steps))
 
     def state(self) -> dict[str, Tensor]:
         """All that the next round depends on: weights, statistics, the server's and the clients' own state.
@@ -208,8 +210,7 @@ class FedAvg:
         """Every client's local steps, lane beside lane."""
         steps, machine = work.steps(), self.machine
         lanes = self._lanes_for(len(steps))
-        each = self.federation.local_steps()  # of all clients, so that graphs serve every cohort
-        unroll = unrolled(max(1, int(np.median(each)) - first))
+        unroll = unrolled(max(1, self._usual_steps - first))
         seeds = [torch_seed(self.recipe.seed, "dropout", step, int(client)) for client in work.clients]
         if machine.replays:
             kinds = kinds_of(work.sizes, self.recipe.batch, first, unroll)
@@ -235,10 +236,10 @@ class FedAvg:
     def _lanes_for(self, clients: int) -> list[Lane]:
         """The lanes; made at the first round."""
         if not self._lanes:
-            most = int(self.federation.local_steps().max())
             count = min(clients, self._chunk) if self.machine.replays else 1
             self._lanes = [
-                Lane(self.federation, self.machine, self.packing, self.rate, most) for _ in range(count)
+                Lane(self.federation, self.machine, self.packing, self.rate, self._most_steps)
+                for _ in range(count)
             ]
         return self._lanes
 

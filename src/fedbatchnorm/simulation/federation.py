@@ -46,14 +46,13 @@ def refuse_other_buffers(federation: "Federation") -> None:
 
     They belong to no client and to no server: FedAvg here averages parameters and BatchNorm's statistics.
     """
-    model = copy.deepcopy(federation.model).train()
     known = {
-        f"{name}.{kind}" for name in federation.layers for kind, _ in federation.layers[name].named_buffers()
+        f"{name}.{kind}" for name, layer in federation.layers.items() for kind, _ in layer.named_buffers()
     }
-    others = {name: buffer for name, buffer in model.named_buffers() if name not in known}
-    if not others:
+    before = {name: b for name, b in federation.model.named_buffers() if name not in known}
+    if not before:
         return
-    before = {name: buffer.clone() for name, buffer in others.items()}
+    model = copy.deepcopy(federation.model).train()
     for name in federation.layers:
         layer = model.get_submodule(name)
         layer.start(federation.scheme.before)  # pyrefly: ignore

@@ -178,11 +178,9 @@ class Lane:
         if size is None and len(index) == 1:  # torch's BatchNorm refuses a single value, and we do not
             size = torch.ones_like(self.whole[:1])
         if size is None:
-            whole = len(index) == len(self.whole)
-            keep, weights = (
-                None,
-                self.whole if whole else torch.full_like(self.whole[: len(index)], 1 / len(index)),
-            )
+            keep, weights = None, self.whole
+            if len(index) < len(self.whole):
+                weights = torch.full_like(self.whole[: len(index)], 1 / len(index))
         else:
             keep = (self.places[: len(index)] < size).to(self.weights.dtype)
             weights = keep / size
