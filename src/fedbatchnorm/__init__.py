@@ -7,7 +7,7 @@ each round: `merge`. For deployment: `revert`. The README has a complete example
 from .aggregation.defenses import defense
 from .aggregation.statistics import MergeResult, Notice, merge
 from .aggregation.verdicts import Verdict
-from .norm.convert import ConversionError, Finding, convert, inspect, revert
+from .norm.convert import ConversionError, Finding, convert, inspect, revert, set_gradient
 from .norm.exchange import collect, discard_step, load_statistics, statistics
 from .norm.layers import (
     FederatedBatchNorm1d,
@@ -48,6 +48,7 @@ __all__ = [
     "merge",
     "normalise",
     "revert",
+    "set_gradient",
     "statistics",
     "to_bytes",
     "to_sums",

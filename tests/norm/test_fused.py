@@ -36,19 +36,31 @@ def inputs(device, shape, dtype, *, shift=True, weight=True, bias=True, mean=0.0
     return z, [None if v is None else v.to(device, vector) for v in vectors], gradient
 
 
-def plain(z, shift, mean, var, weight, bias, *, eps, clients, before, after):
+def plain(z, shift, mean, var, weight, bias, *, eps, clients, before, after, share=0.0):
     """The formula, word for word; in float64."""
     over = (-1, *[1] * (z.dim() - 2))
     x = z if shift is None else z + shift.view(over)
     x = F.relu(x) if before else x
     scale = (var + eps).rsqrt()
     scale = scale if weight is None else scale * weight
-    y = (x - mean.view(over)) * scale.view(over)
+    y = (with_share(x, clients, eps, share) - mean.view(over)) * scale.view(over)
     y = y if bias is None else y + bias.view(over)
     seen = x.detach().unflatten(0, (clients, -1))
     dims = [1, *range(3, seen.dim())]
     seen_var, seen_mean = torch.var_mean(seen, dims, correction=0)
     return F.relu(y) if after else y, seen_mean, seen_var
+
+
+def with_share(x, clients, eps, share):
+    """x itself, whose gradient is (1 - share) its own + share that of x normalized by BatchNorm, times s."""
+    parts = []
+    for part in x.chunk(clients):
+        dims = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
+        scale = (var + eps).sqrt()
+        mixed = (1 - share) * part + share * scale.detach() * (part - mean) / scale
+        parts.append(part.detach() + mixed - mixed.detach())
+    return torch.cat(parts)
 
 
 def gradients(function, z, vectors, gradient, **settings):
@@ -106,9 +118,10 @@ def check(z, vectors, gradient, function=fused.relu_normalise, **settings):
 @pytest.mark.parametrize(
     ("shift", "weight", "before", "after"), list(itertools.product([False, True], repeat=4))
 )
-def test_every_combination(device, dtype, shift, weight, before, after):
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_every_combination(device, dtype, shift, weight, before, after, share):
     case = inputs(device, (6, 5, 4, 3), dtype, shift=shift, weight=weight, bias=weight)
-    check(*case, clients=3, before=before, after=after)
+    check(*case, clients=3, before=before, after=after, share=share)
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(True, False), (False, True)])
@@ -119,14 +132,17 @@ def test_weight_or_bias_alone(device, weight, bias):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("channels", [1, 3, 64, 100, 130])
 @pytest.mark.parametrize("clients", [1, 3])
-def test_channels_and_clients(device, dtype, channels, clients):
-    check(*inputs(device, (clients * 2, channels, 7, 5), dtype), clients=clients, after=True)
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_channels_and_clients(device, dtype, channels, clients, share):
+    case = inputs(device, (clients * 2, channels, 7, 5), dtype)
+    check(*case, clients=clients, after=True, share=share)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("channels", [3, 130])
 def test_two_dimensions(device, dtype, channels):
     check(*inputs(device, (33, channels), dtype), clients=3, after=True)
+    check(*inputs(device, (33, channels), dtype), clients=3, after=True, share=1.0)
 
 
 def start_programs(monkeypatch, device, forward, backward=1):
@@ -254,9 +270,12 @@ def test_operators_are_sound(device, full, shape, layout):
     for vector in (shift, weight, bias):
         if vector is not None:
             vector.requires_grad_()
-    torch.library.opcheck(fused.operator, (z, shift, mean, var, weight, bias, EPS, 2, True, True))
     detached = [None if v is None else v.detach() for v in (gradient, z, shift, mean, var, weight, bias)]
-    torch.library.opcheck(fused._operator_backward, (*detached, EPS, True, True))
+    for share in (0.0, 0.9):
+        arguments = (z, shift, mean, var, weight, bias, EPS, 2, True, True, share)
+        torch.library.opcheck(fused.operator, arguments)
+        seen = fused.operator(*arguments)[1:] if share else (None, None)
+        torch.library.opcheck(fused._operator_backward, (*detached, *seen, EPS, True, True, share))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -299,8 +318,9 @@ def test_in_a_captured_graph():
     z, vectors, gradient = inputs("cuda", (30, 64, 16, 16), torch.bfloat16)
 
     def step():
-        forward = fused.operator(z, *vectors, EPS, 3, True, True)
-        return [*forward, *fused._operator_backward(gradient, z, *vectors, EPS, True, True)]
+        forward = fused.operator(z, *vectors, EPS, 3, True, True, 0.9)
+        settings = EPS, True, True, 0.9
+        return [*forward, *fused._operator_backward(gradient, z, *vectors, *forward[1:], *settings)]
 
     want = step()
     torch.cuda.synchronize()

@@ -38,7 +38,38 @@ class HybridNorm(nn.Module):
         return y * self.weight.view(shape) + self.bias.view(shape)
 
 
+class BlendedNorm(HybridNorm):
+    """A share of the batch and the rest of the shared statistics, by the law of total variance."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        dims, shape, a = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)], self.share
+        u, s = x.mean(dims), x.var(dims, unbiased=False)
+        mean = (1 - a) * self.running_mean + a * u
+        second = (1 - a) * (self.running_var + self.running_mean**2) + a * (s + u**2)
+        values = x.detach().movedim(1, 0).flatten(1)
+        self.values = torch.cat([self.values, values], 1) if hasattr(self, "values") else values
+        y = (x - mean.view(shape)) / torch.sqrt((second - mean**2).view(shape) + self.eps)
+        return y * self.weight.view(shape) + self.bias.view(shape)
+
+
+def merge_values(model, clients, beta):
+    """The running update with the union of all values that the clients' layers saw."""
+    for layer, *theirs in zip(norms(model), *(norms(client) for client in clients), strict=True):
+        values = torch.cat([other.values for other in theirs], 1)
+        layer.running_mean.lerp_(values.mean(1), beta)
+        layer.running_var.lerp_(values.var(1), beta)
+
+
+def blended(layer, groups):
+    new = BlendedNorm(layer)
+    del new.mix
+    return new
+
+
 REPLACED = {
+    "fbn_blend": blended,
     "groupnorm": lambda layer, groups: nn.GroupNorm(groups, layer.num_features, layer.eps).double(),
     "layernorm": lambda layer, groups: nn.GroupNorm(1, layer.num_features, layer.eps).double(),
     "none": lambda layer, groups: nn.Identity(),
@@ -124,6 +155,7 @@ class FedAvgTwin:
         model.train()
         for layer in norms(model):
             layer.train(not frozen)
+            layer.share = self.recipe.blend * learning_rate(self.recipe, self.step) / self.recipe.lr
         sent = [p.detach().clone() for p in self.downloaded(client).parameters()]
         optimizer = optimizer or self.optimizer(client, model)
         for chosen, size in zip(index[first:], sizes[first:], strict=True):
@@ -148,7 +180,7 @@ class FedAvgTwin:
         for i, client in enumerate(work.clients):
             model = models.get(client) or self.downloaded(client)
             if r.scheme == "fbn":
-                model = fbn.convert(model)
+                model = fbn.convert(model, gradient=r.gradient)
                 fbn.load_statistics(model, fbn.statistics(fbn.convert(copy.deepcopy(self.model))))
             optimizer = optimizers[client] if first else None
             self.train(model, client, work.index[i], work.sizes[i].tolist(), first, optimizer)
@@ -195,9 +227,11 @@ class FedAvgTwin:
 
     def share(self, trained, shares, updates, statistics, work):
         r = self.recipe
-        if r.scheme == "fbn":
-            seen = work.sizes.sum(1)
-            steps = float((seen * (work.sizes > 0).sum(1)).sum() / seen.sum())
+        seen = work.sizes.sum(1)
+        steps = float((seen * (work.sizes > 0).sum(1)).sum() / seen.sum())
+        if r.scheme == "fbn_blend":
+            merge_values(self.model, trained, 1 - (1 - r.beta) ** steps)
+        elif r.scheme == "fbn":
             shared = fbn.statistics(fbn.convert(copy.deepcopy(self.model)))
             merged = fbn.merge(shared, updates, steps=steps).statistics
             for name, running in merged.items():

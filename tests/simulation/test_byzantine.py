@@ -81,7 +81,7 @@ class LiarsTwin:
                 for b in batch_norms(client)
             ]
             if recipe.scheme == "fbn":
-                fbn.convert(client)
+                fbn.convert(client, gradient=recipe.gradient)
             gradients.append(gradient(client, self.data, torch.from_numpy(index)))
             moments.append([(x.mean(0).numpy(), x.var(0, correction=0).numpy(), len(x)) for x in seen])
             for hook in hooks:

@@ -9,7 +9,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from fedavg_twin import replaced
+from fedavg_twin import merge_values, norms, replaced
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fedbatchnorm as fbn
@@ -92,6 +92,17 @@ class Twin:
             gradients.append(gradient(client, self.data, batch))
         return gradients
 
+    def fbn_blend(self, index):
+        gradients, clients = [], []
+        for batch in index:
+            client = copy.deepcopy(self.model).train()
+            for layer in norms(client):
+                layer.share = self.recipe.blend * learning_rate(self.recipe, self.step) / self.recipe.lr
+            gradients.append(gradient(client, self.data, batch))
+            clients.append(client)
+        merge_values(self.model, clients, self.recipe.beta)
+        return gradients
+
     def groupnorm(self, index):
         """Nothing is shared but the weights, as in every scheme that replaces the layers."""
         return [gradient(self.model, self.data, batch) for batch in index]
@@ -102,7 +113,7 @@ class Twin:
         shared = fbn.statistics(fbn.convert(copy.deepcopy(self.model)))
         gradients, updates = [], []
         for batch in index:
-            client = fbn.convert(copy.deepcopy(self.model)).train()
+            client = fbn.convert(copy.deepcopy(self.model), gradient=self.recipe.gradient).train()
             fbn.load_statistics(client, shared)
             gradients.append(gradient(client, self.data, batch))
             updates.append(fbn.collect(client))

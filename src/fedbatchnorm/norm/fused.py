@@ -6,19 +6,21 @@ known about a whole batch before its first value can be written, and what surrou
     u = z + shift;  x = relu(u) or u;  y = (x - mean) * rstd * weight + bias;  out = relu(y) or y
 
 and the mean and biased variance of x per client and channel are measured as the values go by. The backward
-pass computes u, x and y again from z. On a CUDA GPU the kernels are Triton's (`kernels`); elsewhere the
+pass computes u, x and y again from z; with a share of BatchNorm's gradient (`gradient`) it first goes over
+the batch for two sums, as BatchNorm does. On a CUDA GPU the kernels are Triton's (`kernels`); elsewhere the
 operator is the same formula, step by step.
 """
 
 import torch
 from torch import Tensor
 
+from .gradient import held
 from .reduce import mean_and_variance, statistics_dtype
 
 
 def relu_normalise(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    *, eps: float, clients: int, before: bool, after: bool,
+    *, eps: float, clients: int, before: bool, after: bool, share: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Add a bias, cut off at zero, normalise with constants, cut off again, and measure: in one pass.
 
@@ -36,6 +38,7 @@ def relu_normalise(
         clients: how many clients share `z`.
         before: whether a ReLU comes before normalising; what it gives is what is measured.
         after: whether a ReLU comes after.
+        share: of BatchNorm's gradient, from 0 to 1.
 
     Returns:
         The output in z's type and in channels_last memory, and the mean and biased variance of each
@@ -48,13 +51,13 @@ def relu_normalise(
         >>> y.flatten().tolist(), u.flatten().tolist(), s.flatten().tolist()
         ([-0.5, 1.0, 2.0, 2.0], [1.5, 5.0], [2.25, 0.0])
     """
-    return operator(z, shift, mean, var, weight, bias, eps, clients, before, after)
+    return operator(z, shift, mean, var, weight, bias, eps, clients, before, after, share)
 
 
 @torch.library.custom_op("fedbatchnorm::relu_normalise", mutates_args=())
 def operator(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, clients: int, before: bool, after: bool,
+    eps: float, clients: int, before: bool, after: bool, share: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`relu_normalise` as torch's operator, which compiled code sees as one node."""
     outputs = _empty_outputs(z, clients)
@@ -76,9 +79,13 @@ def operator(
 @torch.library.custom_op("fedbatchnorm::relu_normalise_backward", mutates_args=())
 def _operator_backward(
     gradient: Tensor, z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
-    bias: Tensor | None, eps: float, before: bool, after: bool,
+    bias: Tensor | None, seen_mean: Tensor | None, seen_var: Tensor | None,
+    eps: float, before: bool, after: bool, share: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of z, and those of shift, weight and bias as the rows of (3, c)."""
+    """The gradient of z, and those of shift, weight and bias as the rows of (3, c).
+
+    `seen_mean` and `seen_var`, (clients, c), are what the forward pass measured, where there is a share.
+    """
     outputs = _empty_gradients(z)
     if z.numel() == 0:
         return outputs[0], outputs[1].zero_()
@@ -90,14 +97,18 @@ def _operator_backward(
     if z.device.type == "cuda":
         from . import kernels
 
-        kernels.backward(gradient, z, vectors, outputs, eps=eps, before=before, after=after)
+        seen = None if seen_mean is None or seen_var is None else (seen_mean, seen_var)
+        settings = {"eps": eps, "before": before, "after": after, "share": share}
+        kernels.backward(gradient, z, vectors, seen, outputs, **settings)
         return outputs
-    u, _, normalised, y = _steps(z, vectors, eps, before)
+    u, x, normalised, y = _steps(z, vectors, eps, before)
     g = gradient.to(y.dtype)
     g = g.masked_fill(y <= 0, 0) if after else g
     over = [0, *range(2, z.dim())]
     factor = (var.to(y.dtype) + eps).rsqrt()
     dz = g * _over_channels(factor if weight is None else factor * weight, z)
+    if seen_mean is not None and seen_var is not None:
+        dz = held(dz, x, seen_mean, seen_var, None, eps, share)
     dz = dz.masked_fill(u <= 0, 0) if before else dz
     outputs[0].copy_(dz)
     torch.stack([dz.sum(over), (g * normalised).sum(over), g.sum(over)], out=outputs[1])
@@ -125,29 +136,29 @@ def _over_channels(vector: Tensor, like: Tensor) -> Tensor:
 
 
 @operator.register_fake
-def _(z, shift, mean, var, weight, bias, eps, clients, before, after):
+def _(z, shift, mean, var, weight, bias, eps, clients, before, after, share):
     return _empty_outputs(z, clients)
 
 
 @_operator_backward.register_fake
-def _(gradient, z, shift, mean, var, weight, bias, eps, before, after):
+def _(gradient, z, shift, mean, var, weight, bias, seen_mean, seen_var, eps, before, after, share):
     return _empty_gradients(z)
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
-    *tensors, eps, _clients, before, after = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.settings = eps, before, after
+    *tensors, eps, _clients, before, after, share = inputs
+    ctx.save_for_backward(*tensors, *(output[1:] if share else (None, None)))
+    ctx.settings = eps, before, after, share
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradients(ctx, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    z, shift, mean, var, weight, bias = ctx.saved_tensors
-    out, sums = _operator_backward(gradient, z, shift, mean, var, weight, bias, *ctx.settings)
+    z, shift, mean, var, weight, bias, *seen = ctx.saved_tensors
+    out, sums = _operator_backward(gradient, z, shift, mean, var, weight, bias, *seen, *ctx.settings)
     for_shift, for_weight, for_bias = (
         None if t is None else s.to(t.dtype) for s, t in zip(sums, (shift, weight, bias), strict=True)
     )
-    return out, for_shift, None, None, for_weight, for_bias, None, None, None, None
+    return out, for_shift, None, None, for_weight, for_bias, None, None, None, None, None
 
 
 operator.register_autograd(_gradients, setup_context=_keep_for_backward)

@@ -204,17 +204,90 @@ def _combine(
 
 
 @triton.jit
-def _backward(
-    grad_pointer, z_pointer, out_pointer, partials,
-    shift_pointer, mean_pointer, var_pointer, weight_pointer, bias_pointer,
+def _gradient_sums(
+    grad_pointer, z_pointer, partials,
+    shift_pointer, mean_pointer, var_pointer, weight_pointer, bias_pointer, seen_pointer,
     rows, run,
     EPS: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of z for a run of rows, and their sums for shift, weight and bias."""
+    """For a run of one client's rows: the sums of the gradient g, and of g (x - u), u the client's mean."""
     dtype = partials.dtype.element_ty
     TILE: tl.constexpr = UNROLL * ROWS
-    number = tl.program_id(1)
+    number, client = tl.program_id(1), tl.program_id(2)
+
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)
+    shift = _per_channel(shift_pointer, channel, inside, 0.0, dtype)
+    mean = _per_channel(mean_pointer, channel, inside, 0.0, dtype)
+    rstd = tl.rsqrt(_per_channel(var_pointer, channel, inside, 1.0, dtype) + EPS)
+    scale = rstd * _per_channel(weight_pointer, channel, inside, 1.0, dtype)
+    bias = _per_channel(bias_pointer, channel, inside, 0.0, dtype)
+    own = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+
+    row = _row_in_tile(UNROLL, ROWS)
+    within = row * CHANNELS + channel
+    here = (client.to(tl.int64) * rows + number.to(tl.int64) * run) * CHANNELS
+    left = tl.minimum(run, rows - number * run)
+    level = tl.zeros((ROWS, BLOCK), dtype)
+    slope = tl.zeros((ROWS, BLOCK), dtype)
+    for _ in range(0, tl.cdiv(left, TILE)):
+        mask = _left(row, left, EVEN) & inside
+        gradient = tl.load(grad_pointer + here + within, mask=mask, other=0.0).to(dtype)
+        x = tl.load(z_pointer + here + within, mask=mask, other=0.0).to(dtype) + shift
+        if BEFORE:
+            x = _relu(x)
+        if AFTER:
+            gradient = tl.where((x - mean) * scale + bias <= 0, 0.0, gradient)
+        level += tl.sum(gradient, 1)
+        slope += tl.sum(gradient * (x - own), 1)
+        here += TILE * CHANNELS
+        left -= TILE
+
+    place = (client * tl.num_programs(1) + number) * (2 * CHANNELS) + channel
+    tl.store(partials + place, tl.sum(level, 0)[None, None, :], mask=inside)
+    tl.store(partials + place + CHANNELS, tl.sum(slope, 0)[None, None, :], mask=inside)
+
+
+@triton.jit
+def _held_part(
+    partials, held_pointer, seen_var_pointer, rows, runs,
+    SHARE: tl.constexpr, EPS: tl.constexpr, CHANNELS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What each client's gradient loses: P + Q (x - u), P = share mean(g), Q = share mean(g b) / sqrt(var + eps).
+
+    The two are written to (clients, 2, c).
+    """
+    client = tl.program_id(1)
+    number = tl.arange(0, RUNS)[:, None]
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = channel < CHANNELS
+    mask = (number < runs) & inside
+    place = (client * runs + number) * (2 * CHANNELS) + channel
+    level = tl.sum(tl.load(partials + place, mask=mask, other=0.0).to(tl.float64), 0)[None, :]
+    slope = tl.sum(tl.load(partials + place + CHANNELS, mask=mask, other=0.0).to(tl.float64), 0)[None, :]
+    var = tl.load(seen_var_pointer + client * CHANNELS + channel, mask=inside, other=1.0).to(tl.float64)
+    dtype = held_pointer.dtype.element_ty
+    place = client * (2 * CHANNELS) + channel
+    tl.store(held_pointer + place, (SHARE * level / rows).to(dtype), mask=inside)
+    tl.store(held_pointer + place + CHANNELS, (SHARE * slope / rows / (var + EPS)).to(dtype), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad_pointer, z_pointer, out_pointer, partials,
+    shift_pointer, mean_pointer, var_pointer, weight_pointer, bias_pointer, seen_pointer, held_pointer,
+    rows, run,
+    EPS: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of z for a run of rows, and their sums for shift, weight and bias.
+
+    With `held_pointer` the rows are those of one client, and its gradient loses P + Q (x - u).
+    """
+    dtype = partials.dtype.element_ty
+    TILE: tl.constexpr = UNROLL * ROWS
+    number, client = tl.program_id(1), tl.program_id(2)
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)  # known when compiling where it is always so
@@ -223,10 +296,14 @@ def _backward(
     rstd = tl.rsqrt(_per_channel(var_pointer, channel, inside, 1.0, dtype) + EPS)
     scale = rstd * _per_channel(weight_pointer, channel, inside, 1.0, dtype)
     bias = _per_channel(bias_pointer, channel, inside, 0.0, dtype)
+    if held_pointer is not None:
+        own = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+        level = tl.load(held_pointer + client * (2 * CHANNELS) + channel, mask=inside, other=0.0)
+        slope = tl.load(held_pointer + client * (2 * CHANNELS) + CHANNELS + channel, mask=inside, other=0.0)
 
     row = _row_in_tile(UNROLL, ROWS)
     within = row * CHANNELS + channel
-    here = number.to(tl.int64) * run * CHANNELS
+    here = (client.to(tl.int64) * rows + number.to(tl.int64) * run) * CHANNELS
     left = tl.minimum(run, rows - number * run)
     for_shift = tl.zeros((ROWS, BLOCK), dtype)
     for_weight = tl.zeros((ROWS, BLOCK), dtype)
@@ -244,6 +321,10 @@ def _backward(
             gradient = tl.where(centred * scale + bias <= 0, 0.0, gradient)
         for_bias += tl.sum(gradient, 1)
         for_weight += tl.sum(gradient * centred, 1)
+        if held_pointer is not None:
+            gradient -= level + slope * (x - own)
+            if not EVEN:
+                gradient = tl.where(row < left, gradient, 0.0)
         gradient *= scale
         if BEFORE:
             gradient = tl.where(u <= 0, 0.0, gradient)
@@ -252,7 +333,7 @@ def _backward(
         here += TILE * CHANNELS
         left -= TILE
 
-    place = number * (3 * CHANNELS) + channel
+    place = (client * tl.num_programs(1) + number) * (3 * CHANNELS) + channel
     tl.store(partials + place, tl.sum(for_shift, 0)[None, None, :], mask=inside)
     tl.store(partials + place + CHANNELS, tl.sum(for_weight, 0)[None, None, :] * rstd, mask=inside)
     tl.store(partials + place + 2 * CHANNELS, tl.sum(for_bias, 0)[None, None, :], mask=inside)
@@ -299,22 +380,37 @@ def forward(
 
 
 def backward(
-    gradient: Tensor, z: Tensor, vectors: Sequence[Tensor | None], outputs: tuple[Tensor, Tensor],
-    *, eps: float, before: bool, after: bool,
+    gradient: Tensor, z: Tensor, vectors: Sequence[Tensor | None], seen: tuple[Tensor, Tensor] | None,
+    outputs: tuple[Tensor, Tensor], *, eps: float, before: bool, after: bool, share: float,
 ) -> None:  # fmt: skip
-    """Fill `outputs`: the gradient of z, and those of shift, weight and bias as the rows of (3, c)."""
+    """Fill `outputs`: the gradient of z, and those of shift, weight and bias as the rows of (3, c).
+
+    `seen` is each client's mean and variance, (clients, c), where a share of BatchNorm's gradient is taken.
+    """
     out, sums = outputs
+    clients = 1 if seen is None else len(seen[0])
     channels = z.shape[1]
-    rows = z.numel() // channels
+    rows = z.numel() // channels // clients
     most = _BACKWARD_PROGRAMS
-    tiles = choose_tiles(rows, channels, z.dtype, groups=1, programs=most, most=most)
-    partials = sums.new_empty((tiles.runs, *sums.shape))
+    tiles = choose_tiles(rows, channels, z.dtype, groups=clients, programs=most, most=most)
+    grid = tiles.blocks, tiles.runs, clients
+    settings = {
+        "EPS": eps, "CHANNELS": channels, "BEFORE": before, "AFTER": after, "UNROLL": tiles.unroll,
+        "ROWS": tiles.rows, "BLOCK": tiles.block, "EVEN": tiles.even(rows), "num_warps": _WARPS,
+    }  # fmt: skip
+    partials = sums.new_empty((clients * tiles.runs, *sums.shape))
+    mean = held = None
     with torch.cuda.device_of(z):
-        _backward[tiles.blocks, tiles.runs](
-            gradient, z, out, partials, *vectors, rows, tiles.run,
-            EPS=eps, CHANNELS=channels, BEFORE=before, AFTER=after,
-            UNROLL=tiles.unroll, ROWS=tiles.rows, BLOCK=tiles.block, EVEN=tiles.even(rows), num_warps=_WARPS,
-        )  # fmt: skip
+        if seen is not None:
+            mean, var = (t.contiguous() for t in seen)
+            held = sums.new_empty((clients, 2, channels))
+            own = sums.new_empty((clients, tiles.runs, 2, channels))
+            _gradient_sums[grid](gradient, z, own, *vectors, mean, rows, tiles.run, **settings)
+            _held_part[triton.cdiv(channels, _COMBINED_CHANNELS), clients](
+                own, held, var, rows, tiles.runs, SHARE=share,
+                EPS=eps, CHANNELS=channels, RUNS=triton.next_power_of_2(tiles.runs), BLOCK=_COMBINED_CHANNELS,
+            )  # fmt: skip
+        _backward[grid](gradient, z, out, partials, *vectors, mean, held, rows, tiles.run, **settings)
         _add_up[triton.cdiv(3 * channels, _ADDED_COLUMNS),](
-            partials, sums, tiles.runs, 3 * channels, ROWS=_ADDED_ROWS, BLOCK=_ADDED_COLUMNS
+            partials, sums, len(partials), 3 * channels, ROWS=_ADDED_ROWS, BLOCK=_ADDED_COLUMNS
         )

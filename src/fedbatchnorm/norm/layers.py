@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .gradient import GRADIENT
 from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
 
@@ -26,8 +27,12 @@ class FederatedBatchNorm(_BatchNorm):
     In training the input is normalised with the running statistics as constants (Algorithm 2,
     line 3), its moments are added to what the round has seen, and the running statistics are left
     alone: they belong to the server. In evaluation it is torch's own BatchNorm.
+
+    `gradient` is the share of BatchNorm's gradient that the backward pass takes (`norm.gradient`); 0 is the
+    paper's federated BatchNorm. Set it with `fedbatchnorm.set_gradient`.
     """
 
+    gradient: float = GRADIENT
     plain: type[_BatchNorm]  # torch's class (or the user's) that the layer was made from
 
     def __init__(self, *args, **kwargs):
@@ -70,7 +75,7 @@ class FederatedBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         running = Running(self.running_mean, self.running_var, eps=self.eps)
-        y, moments = normalise(input, running, weight=self.weight, bias=self.bias)
+        y, moments = normalise(input, running, weight=self.weight, bias=self.bias, gradient=self.gradient)
         if torch.compiler.is_compiling():
             self._keep()
             self._add(moments)

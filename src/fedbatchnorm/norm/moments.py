@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .gradient import Batch, hold, normalize_and_hold
 from .reduce import in_transform, mean_and_variance, statistics_dtype
 
 
@@ -74,10 +75,14 @@ def normalise(
     clients: int = 1,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    gradient: float | Tensor = 0.0,
+    limit: float | None = None,
 ) -> tuple[Tensor, Moments]:
     """Normalise with the shared statistics as constants, and measure what came in (Algorithm 2).
 
-    y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4).
+    y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4). A share of
+    BatchNorm's gradient may hold each client's mean and scale (`norm.gradient`); y does not depend on it. A
+    limit on how much wider than the shared statistics a batch may come out is a brake on runaway weights.
 
     Args:
         x: (clients * batch, c, ...), the clients' batches one after another.
@@ -85,6 +90,8 @@ def normalise(
         clients: how many clients share `x`; the output does not depend on it.
         weight: (c,) or None.
         bias: (c,) or None.
+        gradient: the share of BatchNorm's gradient, from 0 (the paper's) to 1.
+        limit: the largest standard deviation of a client's output, before weight and bias; None for no limit.
 
     Returns:
         The normalised input, and Moments of shape (clients, c).
@@ -95,24 +102,64 @@ def normalise(
         (2, 6.0, 4.0)
     """
     moments = measure(x, clients)  # before `y` is written: what it reads is still in the cache
-    return with_constants(x, running, weight, bias), moments
+    return with_constants(x, running, weight, bias, moments, gradient, limit), moments
 
 
-def with_constants(x: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x - m) / sqrt(v + eps) * weight + bias, with m and v as constants."""
+def with_constants(
+    x: Tensor,
+    running: Running,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seen: Moments | None = None,
+    gradient: float | Tensor = 0.0,
+    limit: float | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """(x - m) / sqrt(v + eps) * weight + bias, with m and v as constants.
+
+    With a limit, v + eps is (var + eps) / limit^2 for a client whose own variance makes that larger.
+
+    Args:
+        x: (clients * batch, c, ...).
+        running: m, v and eps.
+        weight: (c,) or None.
+        bias: (c,) or None.
+        seen: moments of x, (clients, c), where a gradient's share or a limit is asked for.
+        gradient: the share of BatchNorm's gradient.
+        limit: how many times wider than m and v say a batch may be; None for any.
+        keep: which samples count, where batches are filled up.
+    """
     mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
+    if limit is not None and x.numel():
+        assert seen is not None
+        var = torch.maximum(var, ((seen.var + running.eps) / limit**2 - running.eps).to(var.dtype))
+        var = var[0] if len(var) == 1 else var
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
-    if not (torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())):
-        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
-    return written_out(x, mean, var, weight, bias, running.eps)
+    plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform()) or var.dim() > 1
+    forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated
+    if gradient and not forward_mode and x.numel() and (x.requires_grad or in_transform() or torch.compiler.is_compiling()):
+        assert seen is not None
+        batch = Batch(seen.mean, seen.var, running.eps, keep)
+        alone = len(seen.mean) == 1 and keep is None and x.dtype == mean.dtype
+        if alone and not (plain or in_transform()):
+            return normalize_and_hold(x, mean, var, weight, bias, batch, gradient)
+        x = hold(x, batch, gradient)
+    if plain:
+        return written_out(x, mean, var, weight, bias, running.eps)
+    return F.batch_norm(x, mean, var, weight, bias, training=False, eps=running.eps)
 
 
 def written_out(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """`with_constants` in operations that a compiler fuses with their neighbours."""
+    """`with_constants` in operations that a compiler fuses with their neighbours; var is (c,) or (clients, c)."""
     scale = (var.to(statistics_dtype(x)) + eps).rsqrt()
-    y = (x - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
+    scale = scale if weight is None else scale * weight
+    y = x - _channels(mean, x)
+    if scale.dim() > 1:
+        y = (y.unflatten(0, (len(scale), -1)) * scale.view(len(scale), 1, -1, *[1] * (x.dim() - 2))).flatten(0, 1)
+    else:
+        y = y * _channels(scale, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
 

@@ -95,7 +95,7 @@ class DistributedSGD:
         """All that a round does on the device: every client's pass, the server's step, the statistics."""
         recipe, layers = self.recipe, self.federation.layers
         for layer in layers.values():
-            layer.start(phase)
+            layer.start(phase, recipe.settings(rate))
         if self.one_by_one:
             passes, total = 1, self._learn_each(index, rate)
         else:

@@ -55,7 +55,7 @@ def refuse_other_buffers(federation: "Federation") -> None:
     model = copy.deepcopy(federation.model).train()
     for name in federation.layers:
         layer = model.get_submodule(name)
-        layer.start(federation.scheme.before)  # pyrefly: ignore
+        layer.start(federation.scheme.before, federation.recipe.settings(0.0))  # pyrefly: ignore
         layer.clients = 1  # pyrefly: ignore
     with torch.no_grad(), own_random_state(federation.device):
         model(federation.data.inputs(federation.data.train.x[:4]))

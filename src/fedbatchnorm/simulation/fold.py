@@ -5,6 +5,8 @@ normalisation layers only. Folded into the batch, one forward and one backward c
 """
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from ..norm.convert import conversion_problem
 from ..norm.fused import relu_normalise
 from ..norm.moments import Moments, Running
 from .normalizers import with_shared
-from .schemes import Phase, Scheme
+from .schemes import Phase, Scheme, Setting
 
 _MOST_FUSED = 65535  # clients in a pass: what one axis of a GPU's grid holds
 
@@ -32,6 +34,7 @@ class FoldedNorm(_BatchNorm):
     seen: list[Moments | None]
     keep: Tensor | None = None  # which samples of a batch count, where it is filled up
     learned: tuple[str, ...] = ()  # parameters that the scheme has added
+    settings: Mapping[str, Setting]  # what the phase's way to normalise takes from the recipe
     fused = False  # whether compiled passes normalise and measure as one operator
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,14 +44,15 @@ class FoldedNorm(_BatchNorm):
         self._check_input_dim(input)
         clients, running = 1 if self.phase.union else self.clients, self.running()
         possible = input.dim() in (2, 4) and clients <= _MOST_FUSED and self.keep is None
-        fused = self.fused and self.phase.normalise is with_shared and possible
+        more: dict[str, Any] = {name: self.settings[name] for name in self.phase.settings if self.settings}
+        fused = self.fused and self.phase.normalise is with_shared and possible and more.get("limit") is None
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
             alone = {"eps": self.eps, "clients": clients, "before": False, "after": False}
-            y, *seen = relu_normalise(input, None, *constants, **alone)
+            y, *seen = relu_normalise(input, None, *constants, **alone, share=more.get("gradient", 0.0))
             moments = Moments(input.numel() // input.shape[1] // clients, *seen)
         else:
-            more = {name: getattr(self, name) for name in self.phase.learned}
+            more |= {name: getattr(self, name) for name in self.phase.learned}
             if self.keep is not None:
                 more["keep"] = self.keep
             y, moments = self.phase.normalise(
@@ -63,9 +67,9 @@ class FoldedNorm(_BatchNorm):
         assert self.running_var is not None
         return Running(self.running_mean, self.running_var, 0, self.momentum, self.eps)
 
-    def start(self, phase: Phase) -> None:
-        """Begin a round."""
-        self.phase, self.seen, self.keep = phase, [], None
+    def start(self, phase: Phase, settings: Mapping[str, Setting] | None = None) -> None:
+        """Begin a round, or a step of it."""
+        self.phase, self.seen, self.keep, self.settings = phase, [], None, settings or {}
 
     def rows(self, name: str, passes: int, wanted: bool | None = None) -> Moments | None:
         """What every client measured in a round of `passes` passes, (n, c); None if nothing was.
@@ -153,7 +157,7 @@ def unfold(model: nn.Module) -> nn.Module:
         if isinstance(layer, FoldedNorm):
             for added in layer.learned:
                 del layer._parameters[added]
-            for name in ("phase", "clients", "seen", "fused", "keep", "learned"):
+            for name in ("phase", "clients", "seen", "fused", "keep", "learned", "settings"):
                 layer.__dict__.pop(name, None)
             layer.__class__ = type(layer).plain  # pyrefly: ignore
     return model

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ..norm.fused import operator
+from ..norm.gradient import Batch, hold
 from ..norm.moments import written_out
 from ..norm.reduce import in_one_go
 
@@ -71,13 +72,13 @@ def take_over_neighbours(graph: fx.Graph) -> int:
     """
     taken = 0
     for node in [n for n in graph.nodes if n.target in (operator, operator._opoverload)]:
-        z, shift, *vectors, eps, clients, _, _ = node.args
+        z, shift, *vectors, eps, clients, _, _, share = node.args
         outputs = [user for user in node.users if user.args[1:] == (0,)]
         following = list(outputs[0].users) if len(outputs) == 1 else []
         before = z.target in _RELU and list(z.users) == [node] and _may_go(graph, z, node)
         after = len(following) == 1 and following[0].target in _RELU
         if not (before or after):
-            node.target, node.args = _step_by_step, (z, *vectors, eps, clients)
+            node.target, node.args = _step_by_step, (z, *vectors, eps, clients, share)
             continue
         taken += 1
         inner = z.all_input_nodes[0] if before else z
@@ -85,7 +86,7 @@ def take_over_neighbours(graph: fx.Graph) -> int:
         if has_bias and len(inner.users) == 1 and not _changes(graph, inner, node):
             shift = inner.args[_BIAS]
             inner.update_arg(_BIAS, None)
-        node.args = (inner, shift, *vectors, eps, clients, before, after)
+        node.args = (inner, shift, *vectors, eps, clients, before, after, share)
         if before:
             graph.erase_node(z)
         if after:
@@ -123,10 +124,20 @@ def _is_told_to(node: fx.Node) -> bool:
 
 
 def _step_by_step(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, clients: int
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    clients: int,
+    share: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator computes, for the compiler to fuse."""
-    return written_out(x, mean, var, weight, bias, eps), *in_one_go(x.detach(), clients)
+    seen = in_one_go(x.detach(), clients)
+    if share:
+        x = hold(x, Batch(*seen, eps), share)
+    return written_out(x, mean, var, weight, bias, eps), *seen
 
 
 def convolve_by_patches(graph: fx.Graph) -> int:

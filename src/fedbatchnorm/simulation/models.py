@@ -52,6 +52,17 @@ def cnn16(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, classes))
 
 
+def plain9(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Nine convolutions of 16 channels in a row, each convolution, BatchNorm, ReLU, without shortcuts."""
+    channels, _, _ = _image(shape, "plain9")
+    layers: list[nn.Module] = []
+    for i in range(9):
+        stride = 2 if i in (3, 6) else 1
+        layers += [nn.Conv2d(channels, 16, 3, stride, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        channels = 16
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, classes))
+
+
 def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Two hidden layers of 128, each linear, ReLU, BatchNorm: the demo's network."""
     return nn.Sequential(
@@ -119,6 +130,7 @@ MODELS: dict[str, Factory] = {
     "cnn": cnn,
     "cnn16": cnn16,
     "mlp": mlp,
+    "plain9": plain9,
     "resnet20": resnet20,
     "resnet18": resnet18,
 }

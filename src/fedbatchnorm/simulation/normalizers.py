@@ -82,13 +82,51 @@ def with_shared(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     keep: Tensor | None = None,
+    gradient: float | Tensor = 0.0,
+    limit: float | None = None,
 ) -> tuple[Tensor, Moments]:
-    """FBN: normalize with the shared statistics as constants, and measure what came in (Algorithm 2)."""
+    """FBN: normalize with the shared statistics as constants, and measure what came in (Algorithm 2).
+
+    `gradient` is the share of BatchNorm's gradient, and `limit` bounds how much wider than the shared
+    statistics a batch may come out: 0 and None are the paper's FBN.
+    """
     if keep is None:
-        return normalise(x, running, clients=clients, weight=weight, bias=bias)
+        held = {"gradient": gradient, "limit": limit}
+        return normalise(x, running, clients=clients, weight=weight, bias=bias, **held)
     count, mean, var = _measure_kept(x.detach(), clients, keep)
     seen = Moments(count, mean.reshape(clients, -1), var.reshape(clients, -1))
-    return with_constants(x, running, weight, bias), seen
+    return with_constants(x, running, weight, bias, seen, gradient, limit, keep), seen
+
+
+def with_blend(
+    x: Tensor,
+    running: Running,
+    *,
+    clients: int = 1,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    keep: Tensor | None = None,
+    blend: float | Tensor,
+) -> tuple[Tensor, Moments]:
+    """Normalize with the mixture of a share of the batch and the rest of the shared statistics.
+
+    mean (1 - a) m + a u;  variance (1 - a) v + a s^2 + a (1 - a) (m - u)^2, the law of total variance for the
+    mixture. The gradient flows through the batch's part. What is measured is the batch itself.
+
+    Example:
+        >>> x = torch.tensor([[2.0], [6.0]])
+        >>> y, seen = with_blend(x, Running(torch.zeros(1), torch.ones(1), eps=0.25), blend=0.5)
+        >>> seen.mean.item(), seen.var.item(), [round(v, 4) for v in y.flatten().tolist()]
+        (4.0, 4.0, [0.0, 1.5396])
+    """
+    count, u, s = _measure_kept(x, clients, keep)
+    shape = (-1, *[1] * (x.dim() - 2))
+    m, v = (t.detach().view(shape).to(u.dtype) for t in (running.mean, running.var))
+    mean = (1 - blend) * m + blend * u
+    var = (1 - blend) * v + blend * s + blend * (1 - blend) * (m - u).square()
+    y = (x.unflatten(0, (clients, -1)) - mean) * (var + running.eps).rsqrt()
+    seen = (t.detach().reshape(clients, -1) for t in (u, s))
+    return _affine(y.flatten(0, 1), x, weight, bias), Moments(count, *seen)
 
 
 def with_mixture(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from ..aggregation.attacks import attack, plain_name
 from ..aggregation.defenses import defense
@@ -56,6 +57,9 @@ LATER = [
     "calibrate",
     "augment",
     "groups",
+    "gradient",
+    "limit",
+    "blend",
 ]
 _FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer")
 _FEDAVG_ONLY += ("server", "server_lr", "server_momentum")
@@ -142,6 +146,15 @@ class Recipe:
     """Random crops (4 pixels of padding) and flips of training images, drawn on the device."""
     groups: int = 2
     """For the scheme groupnorm: into how many groups channels are split."""
+    gradient: float = 0.0
+    """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
+    to 1."""
+    limit: float | None = None
+    """For the scheme fbn: the largest standard deviation of a client's normalized batch. A wider one is divided
+    by its own deviation, so that weights that grow do not run away; no limit if not given."""
+    blend: float = 0.5
+    """For the scheme fbn_blend: the share of the batch's own statistics in the first round; it falls with
+    the learning rate."""
 
     def __post_init__(self):
         check_fields(self)
@@ -171,6 +184,11 @@ class Recipe:
         if self.targets == "usual":
             return attack(self.attack).targets
         return TARGETS if self.targets == "all" else tuple(t for t in TARGETS if t in self.targets.split("+"))
+
+    def settings(self, rate: float | Tensor) -> dict[str, float | Tensor | None]:
+        """What ways to normalize take from the recipe, at a learning rate."""
+        assert self.lr is not None
+        return {"gradient": self.gradient, "limit": self.limit, "blend": rate * (self.blend / self.lr)}
 
     def switch_step(self) -> int:
         """The step at which FixBN freezes its statistics."""

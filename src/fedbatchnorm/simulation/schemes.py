@@ -13,10 +13,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..aggregation.statistics import robust_update
 from ..norm.moments import Moments
-from .normalizers import with_all_clients, with_frozen, with_mixture, with_own_batch, with_shared
+from .normalizers import (
+    with_all_clients,
+    with_blend,
+    with_frozen,
+    with_mixture,
+    with_own_batch,
+    with_shared,
+)
 from .sharing import MOMENTS, RUNNING, Kept, Share, average, average_rows, merge_exactly
 
 Normalize = Callable[..., tuple[Tensor, Moments | None]]
+Setting = float | Tensor | None
 MergeRows = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -52,6 +60,7 @@ class Phase(NamedTuple):
     survey: statistics come from a pass of their own, not from the training steps.
     learned: parameters of a layer that `normalise` takes beside weight and bias, one value a channel; they
         start at 0.
+    settings: of the recipe, which `normalise` takes by name: the gradient's share, the blend.
     """
 
     normalise: Normalize
@@ -63,6 +72,7 @@ class Phase(NamedTuple):
     first: Normalize | None = None
     survey: Survey | None = None
     learned: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 class Scheme(NamedTuple):
@@ -100,7 +110,8 @@ def group_norm(layer: _BatchNorm, groups: int) -> nn.Module:
 
 _NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)
 _UNION = Phase(with_own_batch, merge_exactly, union=True)
-_FBN = Phase(with_shared, merge_exactly, robust_update, kept=MOMENTS)
+_FBN = Phase(with_shared, merge_exactly, robust_update, kept=MOMENTS, settings=("gradient", "limit"))
+_BLEND = Phase(with_blend, merge_exactly, robust_update, kept=MOMENTS, settings=("blend",))
 _LOCAL = Phase(with_own_batch, None)
 _FEDTAN = _NAIVE._replace(first=with_all_clients)
 _HBN_SURVEY = Survey(images=64, momentum=0.002, by_images=True, again=True)
@@ -114,6 +125,9 @@ SCHEMES: dict[str, Scheme] = {
         "Centralised", "BatchNorm on the union of all batches", _UNION, _UNION, algorithms=("dsgd",)
     ),
     "fbn": Scheme("FBN", "shared statistics as constants; total-variance merge", _FBN, _FBN),
+    "fbn_blend": Scheme(
+        "FBN, blended", "shared statistics with a share of the batch's, which falls with the rate", _BLEND, _BLEND
+    ),
     "fixbn": Scheme("FixBN", "naive, then frozen from the switch step on", _NAIVE, Phase(with_frozen, None)),
     "naive": Scheme("Naive BN", "each client's own batch; running statistics averaged", _NAIVE, _NAIVE),
     "groupnorm": Scheme(

@@ -1,0 +1,173 @@
+"""A share of BatchNorm's gradient for a layer that normalizes with constants.
+
+Statistics that are constants in the backward pass leave a channel's mean and scale free: gradients that push
+them come back round after round, since the next merge undoes what they did. BatchNorm's own gradient has no
+such part. Here the forward pass stays as it is, and the gradient loses a share rho of that part:
+
+    dx = (1/s) (g - rho [mean(g) + b mean(g b)]),   b = (x - u) / sqrt(var + eps)
+
+with u and var those of the batch itself. rho = 0 is federated BatchNorm as published; rho = 1 leaves nothing
+that moves the batch's mean or scale.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .reduce import statistics_dtype
+
+
+GRADIENT = 0.9  # what practitioners get: docs/training.md has the measurements
+
+
+def check_share(gradient: float) -> float:
+    """The share as a float; an error says what it must be."""
+    if isinstance(gradient, bool) or not isinstance(gradient, (int, float)) or not 0 <= gradient <= 1:
+        raise ValueError(
+            f"gradient is {gradient!r}; it must be between 0 (the paper's federated BatchNorm) and 1 "
+            "(BatchNorm's gradient)"
+        )
+    return float(gradient)
+
+
+class Batch(NamedTuple):
+    """What the gradient needs to know about the batches it is taken on.
+
+    mean, var: (clients, c), of each client's values, biased.
+    eps: added to var.
+    keep: (clients * batch,), 1 for samples that count, where batches are filled up; else None.
+    """
+
+    mean: Tensor
+    var: Tensor
+    eps: float
+    keep: Tensor | None = None
+
+
+def hold(x: Tensor, batch: Batch, share: float) -> Tensor:
+    """The input itself, but for its gradient: h becomes h - share [mean(h) + b mean(h b)] for each client.
+
+    Args:
+        x: (clients * batch, c, ...), the clients' batches one after another.
+        batch: their moments, as constants.
+        share: rho, from 0 to 1.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]], requires_grad=True)
+        >>> batch = Batch(torch.tensor([[2.0]]), torch.tensor([[1.0]]), 0.0)
+        >>> (hold(x, batch, 0.5) * torch.tensor([[4.0], [2.0]])).sum().backward()
+        >>> x.grad.flatten().tolist()  # mean 3, slope -1
+        [2.0, 1.0]
+    """
+    return _Hold.apply(x, batch.mean, batch.var, batch.keep, batch.eps, share)  # pyrefly: ignore
+
+
+def normalize_and_hold(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: Batch,
+    share: float,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias with `hold` before it, for one client, in torch's kernels.
+
+    Args:
+        x: (batch, c, ...).
+        mean: (c,), the shared statistics, as constants.
+        var: (c,).
+        weight: (c,) or None.
+        bias: (c,) or None.
+        batch: moments of x, (1, c).
+        share: rho.
+    """
+    return _NormalizeAndHold.apply(x, mean, var, weight, bias, batch.mean[0], batch.var[0], batch.eps, share)  # pyrefly: ignore
+
+
+def held(h: Tensor, x: Tensor, mean: Tensor, var: Tensor, keep: Tensor | None, eps: float, share: float):
+    """h - share [mean(h) + b mean(h b)], written out; the means are over each client's samples that count."""
+    clients, dtype = len(mean), statistics_dtype(x)
+    parts, values = (t.to(dtype).unflatten(0, (clients, -1)) for t in (h, x))
+    over = [1, *range(3, parts.dim())]
+    mean, var = (t.to(dtype).view(clients, 1, -1, *[1] * (parts.dim() - 3)) for t in (mean, var))
+    b = (values - mean) * (var + eps).rsqrt()
+    if keep is None:
+        level, slope = parts.mean(over, keepdim=True), (parts * b).mean(over, keepdim=True)
+        return (parts - share * (level + b * slope)).flatten(0, 1).to(h.dtype)
+    kept = keep.to(dtype).view(clients, -1, *[1] * (x.dim() - 1))
+    count = kept.sum(1, keepdim=True) * x[0, 0].numel()
+    level, slope = ((t * kept).sum(over, keepdim=True) / count for t in (parts, parts * b))
+    return (parts - share * kept * (level + b * slope)).flatten(0, 1).to(h.dtype)
+
+
+class _Hold(torch.autograd.Function):
+    """`hold`; maps over clients with `vmap`, and compiles, for it is written in torch's operations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, mean, var, keep, eps, share):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, mean, var, keep, ctx.eps, ctx.share = inputs
+        ctx.save_for_backward(x, mean, var, keep)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, mean, var, keep = ctx.saved_tensors
+        return held(gradients[0], x, mean, var, keep, ctx.eps, ctx.share), None, None, None, None, None
+
+
+class _NormalizeAndHold(torch.autograd.Function):
+    """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
+
+    With A = weight / s the gradient is A g - A rho (mean(g) + b mean(g b)), and the last part is the batch
+    normalized by itself, with -A rho mean(g b) as weight and -A rho mean(g) as bias.
+    """
+
+    @staticmethod
+    def forward(x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
+        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.eps, ctx.share = inputs
+        ctx.has_bias = tensors.pop(4) is not None
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, mean, var, weight, u, batch_var = ctx.saved_tensors
+        g, eps = gradients[0], ctx.eps
+        if torch.is_grad_enabled():  # to be differentiated once more
+            return _written_out(ctx, g)
+        rstd, batch_rstd = (var + eps).rsqrt(), (batch_var + eps).rsqrt()
+        sums = torch.ops.aten.native_batch_norm_backward.default
+        nothing, wanted = (None, None), [False, True, True]
+        _, slope, level = sums(g, x, weight, *nothing, u, batch_rstd, True, eps, wanted)
+        count = x.numel() // x.shape[1]
+        factor = rstd if weight is None else rstd * weight.to(rstd.dtype)
+        part = factor * (-ctx.share / count)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = F.batch_norm(x, u, batch_var, part * slope, part * level, training=False, eps=eps)
+            dx.addcmul_(g, factor.to(g.dtype).view(-1, *[1] * (x.dim() - 2)))
+        # The sum of g times the shared normalization, from that of g times the batch's own.
+        for_weight = None if weight is None else (slope / batch_rstd + (u - mean) * level) * rstd
+        return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
+
+
+def _written_out(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of `_NormalizeAndHold` in operations that autograd can differentiate."""
+    x, mean, var, weight, u, batch_var = ctx.saved_tensors
+    shape, over = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
+    rstd = (var + ctx.eps).rsqrt()
+    factor = rstd if weight is None else rstd * weight
+    dx = held(g * factor.view(shape), x, u[None], batch_var[None], None, ctx.eps, ctx.share)
+    for_weight = None if weight is None else (g * (x - mean.view(shape)) * rstd.view(shape)).sum(over)
+    return dx, None, None, for_weight, g.sum(over) if ctx.has_bias else None, None, None, None, None

@@ -1,0 +1,234 @@
+"""A share of BatchNorm's gradient: against autograd of the formula, in every way that a layer can run."""
+
+import pytest
+import torch
+from torch import nn
+
+import fedbatchnorm as fbn
+from fedbatchnorm.norm.gradient import Batch, hold
+from fedbatchnorm.norm.moments import Running, measure, normalise
+
+EPS = 1e-5
+SHAPES = [(12, 5), (8, 5, 7), (8, 5, 4, 4), (4, 5, 2, 3, 2)]
+
+
+def formula(x, running, weight, bias, share, clients=1):
+    """y = (x - m) / s with dx = (1/s) (g - share [mean(g) + b mean(g b)]), from autograd of BatchNorm itself.
+
+    BatchNorm's own gradient is (1/s_b) (g - mean(g) - b mean(g b)). So the part of x that has it, times s_b,
+    with the share as its weight, leaves the formula.
+    """
+    shape = (-1, *[1] * (x.dim() - 2))
+    parts = []
+    for part in x.chunk(clients):
+        dims = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
+        s = (var + EPS).sqrt()
+        mixed = (1 - share) * part + share * s.detach() * (part - mean) / s
+        parts.append(part.detach() + mixed - mixed.detach())
+    y = (torch.cat(parts) - running.mean.view(shape)) / (running.var.view(shape) + EPS).sqrt()
+    return y * weight.view(shape) + bias.view(shape)
+
+
+def case(shape, dtype=torch.float64, scale=2.0, offset=3.0):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    c = shape[1]
+    x = (draw(*shape) * scale + offset).requires_grad_()
+    running = Running(draw(c), draw(c).square() + 0.5, eps=EPS)
+    return x, running, draw(c).requires_grad_(), draw(c).requires_grad_(), draw(*shape)
+
+
+def gradients(y, inputs, g):
+    return torch.autograd.grad(y, inputs, g)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("clients", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_formula(shape, clients, share):
+    x, running, weight, bias, g = case(shape)
+    y, _ = normalise(x, running, clients=clients, weight=weight, bias=bias, gradient=share)
+    got = gradients(y, (x, weight, bias), g)
+    want = gradients(formula(x, running, weight, bias, share, clients), (x, weight, bias), g)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("clients", [1, 2])
+def test_the_forward_pass_does_not_depend_on_it(shape, clients):
+    x, running, weight, bias, _ = case(shape, torch.float32)
+    plain, seen = normalise(x, running, clients=clients, weight=weight, bias=bias)
+    y, seen_too = normalise(x, running, clients=clients, weight=weight, bias=bias, gradient=0.9)
+    assert torch.equal(y, plain)
+    assert torch.equal(seen.mean, seen_too.mean)
+    assert torch.equal(seen.var, seen_too.var)
+
+
+def test_without_a_share_the_gradient_is_that_of_batchnorm_in_evaluation():
+    x, running, weight, bias, g = case((8, 5, 4, 4), torch.float32)
+    layer = nn.BatchNorm2d(5, eps=EPS).eval()
+    with torch.no_grad():
+        for own, value in zip(
+            (layer.running_mean, layer.running_var, layer.weight, layer.bias),
+            (running.mean, running.var, weight, bias),
+            strict=True,
+        ):
+            own.copy_(value)
+    layer.zero_grad()
+    want = gradients(layer(x), (x, layer.weight, layer.bias), g)
+    federated = fbn.convert(layer, gradient=0).train()
+    got = gradients(federated(x), (x, layer.weight, layer.bias), g)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_with_all_of_it_nothing_moves_the_mean_or_the_scale():
+    """rho = 1: the gradient is orthogonal to a constant and to the input, as BatchNorm's is."""
+    x, running, _, _, g = case((64, 5), scale=1.0)
+    y, seen = normalise(x, running, gradient=1.0)
+    (dx,) = gradients(y, (x,), g)
+    b = (x.detach() - seen.mean) / (seen.var + EPS).sqrt()
+    assert dx.mean(0).abs().max() < 1e-12
+    # b has a mean square of var / (var + eps), so a trace of the slope stays.
+    assert (dx * b).mean(0).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("affine", [True, False])
+def test_twice_differentiable(share, affine):
+    x, running, weight, bias, _ = case((6, 3, 2, 2))
+    weight, bias = (weight, bias) if affine else (None, None)
+
+    def first_gradient(x, g):
+        y, _ = normalise(x, running, weight=weight, bias=bias, gradient=share)
+        return torch.autograd.grad(y, x, g, create_graph=True)[0]
+
+    def by_hand(x, g):
+        held = hold(x, Batch(*measure(x)[1:], EPS), share)
+        y = (held - running.mean.view(-1, 1, 1)) / (running.var.view(-1, 1, 1) + EPS).sqrt()
+        y = y if weight is None else y * weight.view(-1, 1, 1)
+        return torch.autograd.grad(y, x, g, create_graph=True)[0]
+
+    g = torch.randn_like(x).requires_grad_()
+    got, want = (torch.autograd.grad(f(x, g).square().sum(), (x, g)) for f in (first_gradient, by_hand))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (1, 5, 4, 4), (6, 5)])
+def test_a_single_value_and_constant_channels_stay_finite(shape):
+    x, running, weight, bias, g = case(shape, torch.float32)
+    x = x.detach().clone()
+    x[:, 0] = 7.0
+    x.requires_grad_()
+    y, _ = normalise(x, running, weight=weight, bias=bias, gradient=0.9)
+    got = gradients(y, (x, weight, bias), g)
+    want = gradients(formula(x, running, weight, bias, 0.9), (x, weight, bias), g)
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_batch_has_an_empty_gradient():
+    layer = fbn.FederatedBatchNorm1d(3)
+    x = torch.empty(0, 3, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    x, running, weight, bias, g = case((8, 5, 4, 4))
+    want = gradients(formula(x, running, weight, bias, 0.9), (x, weight, bias), g)
+    single = [t.detach().float() for t in (running.mean, running.var, weight, bias)]
+    weight, bias = (t.requires_grad_() for t in single[2:])
+    half = x.detach().to(dtype).requires_grad_()
+    y, _ = normalise(half, Running(*single[:2], eps=EPS), weight=weight, bias=bias, gradient=0.9)
+    got = gradients(y, (half, weight, bias), g.to(dtype))
+    assert y.dtype == got[0].dtype == dtype
+    for a, b in zip(got, want, strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < 3e-2
+
+
+def test_channels_last_stays_channels_last():
+    x, running, weight, bias, g = case((8, 5, 4, 4), torch.float32)
+    last = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    y, _ = normalise(last, running, weight=weight, bias=bias, gradient=0.9)
+    (dx,) = gradients(y, (last,), g.to(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+    want = gradients(formula(x, running, weight, bias, 0.9), (x,), g)
+    torch.testing.assert_close(dx, want[0], rtol=1e-4, atol=1e-5)
+
+
+def model(share):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    return fbn.convert(nn.Sequential(*layers), gradient=share).double()
+
+
+def loss_gradients(net, x):
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def test_mapped_over_clients_each_has_its_own_mean():
+    net, x = model(0.9), torch.randn(3, 6, 1, 8, 8, dtype=torch.float64)
+    parameters = {k: v.detach() for k, v in net.named_parameters()}
+    buffers = dict(net.named_buffers())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(net, (parameters, buffers), (x,)).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, part in enumerate(x):
+        for (name, got), want in zip(mapped.items(), loss_gradients(net, part), strict=True):
+            torch.testing.assert_close(got[i], want, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend):
+    x = torch.randn(6, 1, 8, 8, dtype=torch.float64)
+    want = loss_gradients(model(0.9), x)
+    torch._dynamo.reset()
+    for got, w in zip(loss_gradients(torch.compile(model(0.9), backend=backend), x), want, strict=True):
+        torch.testing.assert_close(got, w)
+
+
+def test_with_activation_checkpointing():
+    x = torch.randn(6, 1, 8, 8, dtype=torch.float64)
+    net, want = model(0.9), loss_gradients(model(0.9), x)
+    y = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+    y.square().sum().backward()
+    for p, w in zip(net.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, w)
+    assert fbn.collect(net)["1"].count == 6 * 36
+
+
+def test_convert_and_set_gradient():
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    assert fbn.convert(net)[0].gradient == fbn.FederatedBatchNorm1d(2).gradient == 0.9
+    assert fbn.convert(net, gradient=0.25)[0].gradient == 0.25
+    assert fbn.convert(net)[1].gradient == 0.25  # what is federated stays as it is
+    fbn.set_gradient(net, 0)
+    assert [layer.gradient for layer in net] == [0.0, 0.0]
+    fbn.revert(net)
+    assert not hasattr(net[0], "gradient")
+    assert fbn.convert(net)[0].gradient == 0.9
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "half", True, None])
+def test_a_share_that_is_none(share):
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    if share is not None:
+        with pytest.raises(ValueError, match="gradient is"):
+            fbn.convert(net, gradient=share)
+        assert type(net[0]) is nn.BatchNorm1d
+    fbn.convert(net)
+    with pytest.raises(ValueError, match="between 0 .* and 1"):
+        fbn.set_gradient(net, share)
