@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..norm.moments import Running, settings_problem
 from .arrays import Names, Parts, guessed_names, split, statistic_names
 from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapshot, write_checkpoint
 from .flower_client import load, reply, statistics_mod
-from .replies import MOST_EXAMPLES, MOST_STEPS, STATISTICS, Examined, Wanted, examine
+from .replies import MOST_EXAMPLES, MOST_STEPS, STATISTICS, Wanted, examine
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -232,8 +231,7 @@ class FederatedBatchNormStrategy(Strategy):
         verdicts, seen_nothing = dict(found.left_out), set()
         self.result = None
         if self.shared and found.updates:
-            judged = judge(self.shared, found.updates, **self._checks)
-            steps = self._round_steps(found, [node for node, v in judged.items() if v.used])
+            steps = found.steps if self._steps is None else self._steps
             self.result = merge(self.shared, found.updates, steps=steps, **self._checks, **self._rules)
             bad = {node: v for node, v in self.result.verdicts.items() if not v.used}
             seen_nothing = {node for node, v in bad.items() if v.reason == "empty"}
@@ -249,16 +247,6 @@ class FederatedBatchNormStrategy(Strategy):
             log(WARNING, "round %s: %s usable replies: nothing changes", server_round, len(good))
             return None
         return [found.replies[node] for node in good]
-
-    def _round_steps(self, found: Examined, used: Collection[Hashable]) -> float:
-        """Local steps of the round: the server's number, else the mean of the used clients' own weighted by
-        what they saw, or their median where some may lie."""
-        if self._steps is not None or not used:
-            return self._steps or 1
-        if self._rules["aggregator"] is not None:
-            return float(median(found.steps[node] for node in used))
-        seen = {node: sum(int(m.count) for m in found.updates[node].values()) for node in used}
-        return sum(found.steps[node] * seen[node] for node in used) / sum(seen.values())
 
 
 def _sorted_out(server_round: int, replies: Iterable[Message]) -> tuple[list[Message], list[Message]]:
