@@ -54,6 +54,14 @@ def calibrating_app(size=lambda node: 6, spoil=None, asked=None, refuse=(), **op
     return app
 
 
+def calibrating_app_with(spoil):
+    """Clients whose replies in training are spoilt, and whose calibration is not."""
+    app, spoilt, good = ClientApp(), client_app(spoil=spoil), calibrating_app()
+    app.train()(lambda message, context: spoilt(message, context))
+    app.train("calibrate")(lambda message, context: good(message, context))
+    return app
+
+
 def initial(strategy, app, nodes=4, **options):
     """The statistics that the first round starts with."""
     found = []
@@ -322,6 +330,14 @@ def test_activations_that_explode_are_named_with_the_round_where_it_began(logged
         run(client_app(spoil=growing(20)), rounds=12)
     assert raised.value.round == 5  # 400 times after two rounds of growth
     run(client_app(spoil=growing(1.5)), rounds=12)
+
+
+def test_a_calibration_tells_what_to_expect_in_the_first_round(logged):
+    loud = lambda node, answer: change(answer, var=torch.full((4,), 1e9))  # noqa: E731
+    with pytest.raises(DivergedError, match="round 1: the MODEL diverged") as raised:
+        run(calibrating_app_with(loud), rounds=3)
+    assert raised.value.arrays["2.num_batches_tracked"].numpy() == 1  # calibrated
+    run(client_app(spoil=loud), rounds=3)  # nothing is known of mean 0 and variance 1
 
 
 def test_a_loss_that_explodes(logged):

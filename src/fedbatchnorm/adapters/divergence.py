@@ -22,8 +22,8 @@ from .replies import Examined
 
 log = getLogger("flwr").log
 
-# What a layer gets, as the median of the clients has it: the mean of squares, against its smallest so far. FBN
-# as published, where it barely trains, grows a few hundredfold and stays finite.
+# What a layer gets, as the median of the clients has it: the mean of squares, against its smallest so far.
+# FBN as published, where it barely trains, grows a few hundredfold and stays finite.
 SUSPICIOUS_GROWTH, DIVERGED_GROWTH = 1e2, 1e4
 # The clients' median training loss, against that of the first round, or 1 if that is more.
 SUSPICIOUS_LOSS, DIVERGED_LOSS = 10.0, 1e3
@@ -63,12 +63,12 @@ class Watch:
     A state is good once clients have trained from it and nothing was suspicious.
     """
 
-    def __init__(self, first: State):
-        """Begin with the state before the first round."""
+    def __init__(self, first: State, sizes: Mapping[str, float]):
+        """Begin with the state before the first round, and what layers get by it, as far as that is known."""
         self.good, self._latest = first, first
         self.began: int | None = None
         """The first of the suspicious rounds up to now; None if the last one was fine."""
-        self._smallest: dict[str, float] = {}
+        self._smallest = dict(sizes)
         self._scale: float | None = None
         self._failed = 0
 
@@ -154,6 +154,11 @@ def input_sizes(shared: Mapping[str, Running], updates: Iterable[Mapping[str, Mo
                 square: Tensor = var.double() + mean.double().square()
                 found.setdefault(layer, []).append(running.eps + float(square.mean()))
     return {layer: median(sizes) for layer, sizes in found.items()}
+
+
+def expected_sizes(shared: Mapping[str, Running]) -> dict[str, float]:
+    """Layer -> eps + the channels' mean of v + m^2: what shared statistics say of its input."""
+    return {layer: r.eps + float((r.var + r.mean.square()).mean()) for layer, r in shared.items()}
 
 
 def median_loss(metrics: Iterable[Mapping[str, Any]]) -> float | None:

@@ -25,7 +25,7 @@ from ..norm.moments import Running, settings_problem
 from .arrays import Names, Parts, guessed_names, split, statistic_names
 from .calibration import calibrated, is_fresh, requests
 from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapshot, write_checkpoint
-from .divergence import DivergedError, State, Watch, alarm
+from .divergence import DivergedError, State, Watch, alarm, expected_sizes
 from .flower_client import calibrate, load, reply, statistics_mod
 from .replies import (
     MOST_EXAMPLES,
@@ -206,7 +206,8 @@ class FederatedBatchNormStrategy(Strategy):
         self._of = self._population_of(len(messages), grid)
         if self._watch is None:
             before = server_round - 1 + self._done
-            self._watch = Watch(State(before, arrays, snapshot(self.strategy)))
+            known = {} if is_fresh(self.shared) else expected_sizes(self.shared)
+            self._watch = Watch(State(before, arrays, snapshot(self.strategy)), known)
         return messages
 
     def configure_evaluate(
