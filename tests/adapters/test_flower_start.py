@@ -375,6 +375,32 @@ def test_restore_goes_back_and_continues(logged):
     assert logged.text.count("back to the state") == 1 + 3
 
 
+def test_going_back_does_not_give_back_a_privacy_budget(logged):
+    class Accountant:
+        releases = 0
+
+        def state_dict(self):
+            return {"releases": self.releases}
+
+        def load_state_dict(self, state):
+            self.releases = state["releases"]
+
+    class Counted(FedAvg):
+        def __init__(self):
+            super().__init__()
+            self.accountant, self.rounds = Accountant(), 0
+
+        def aggregate_train(self, server_round, replies):
+            self.accountant.releases += 1
+            self.rounds += 1
+            return super().aggregate_train(server_round, replies)
+
+    inner = Counted()
+    app = client_app(spoil=spoiling((4,), NAN["loss"]))
+    run(app, rounds=5, strategy=inner, on_divergence="restore")
+    assert (inner.accountant.releases, inner.rounds) == (4, 3)  # rounds 1 to 3 and 5; after round 2, and 5
+
+
 def test_ignore_only_says_so(logged):
     app = client_app(spoil=spoiling((2,), NAN["statistics"], nodes=(0, 1, 2)))
     strategy, _ = run(app, rounds=3, on_divergence="ignore")

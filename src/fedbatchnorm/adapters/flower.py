@@ -308,7 +308,8 @@ class FederatedBatchNormStrategy(Strategy):
         """The last good state, to continue from, or to stop with."""
         assert self._watch is not None
         began, state = self._watch.began or server_round, self._watch.back()
-        restore(self.strategy, state.strategy)
+        # A budget of privacy that was spent stays spent, whatever became of the model.
+        restore(self.strategy, {k: v for k, v in state.strategy.items() if not k.endswith("/state/")})
         self._restored += 1
         if self._on_divergence == "restore" and self._restored <= _RESTORED:
             log(WARNING, "round %s: back to the state after round %s", server_round, state.round)
