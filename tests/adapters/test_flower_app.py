@@ -207,7 +207,7 @@ def test_a_real_federation_withstands_bad_replies_a_node_that_dies_and_a_strange
     with Federation(3, tmp_path) as federation:
         make_key(tmp_path, "node-3")
         federation.start_node(3)
-        run = federation.submit(app, f"rounds=3 min-nodes=3 timeout=45.0 output='{out}'")
+        run = federation.submit(app, f"rounds=3 min-nodes=3 lr=0.01 timeout=45.0 output='{out}'")
         until = time.monotonic() + 180
         while (
             federation.log("supernode-2").count("Receiving: train message") < 3 and time.monotonic() < until
@@ -229,7 +229,7 @@ def test_a_real_federation_withstands_bad_replies_a_node_that_dies_and_a_strange
         return answer
 
     (tmp_path / "here").mkdir()
-    wanted, _ = run_here(tmp_path / "here", app=absent, nodes=3, rounds=3)
+    wanted, _ = run_here(tmp_path / "here", app=absent, nodes=3, rounds=3, lr=0.01)
     found = load_file(out)
     assert "round 0: statistics calibrated by 3 of 3 nodes" in log
     for name, value in wanted.items():

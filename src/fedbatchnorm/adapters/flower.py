@@ -21,22 +21,14 @@ from torch import nn
 from ..aggregation.statistics import Aggregator, MergeResult, merge
 from ..aggregation.verdicts import Verdict, judge
 from ..norm.exchange import statistics
-from ..norm.moments import Running, settings_problem
-from .arrays import Names, Parts, guessed_names, split, statistic_names
+from ..norm.moments import Running
+from .arrays import Names, Parts, guessed_names, records, split, statistic_names
 from .calibration import calibrated, is_fresh, requests
 from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapshot, write_checkpoint
 from .divergence import DivergedError, State, Watch, alarm, expected_sizes
 from .flower_client import calibrate, load, reply, statistics_mod
-from .replies import (
-    MOST_EXAMPLES,
-    MOST_STEPS,
-    STATISTICS,
-    Wanted,
-    attribute,
-    examine,
-    log_left_out,
-    sorted_out,
-)
+from .replies import MOST_EXAMPLES, STATISTICS, Wanted, attribute, examine, log_left_out, sorted_out
+from .settings import check_choices, check_settings
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -109,25 +101,8 @@ class FederatedBatchNormStrategy(Strategy):
                 says so in the log.
             checkpoint: a file to save to after every round, and to continue from if it is there.
         """
-        problem = settings_problem(momentum, eps)
-        if problem:
-            raise ValueError(problem)
-        for name, value, least, most in (
-            ("steps", 1 if steps is None else steps, 1, MOST_STEPS),
-            ("quorum", quorum, 1, MOST_EXAMPLES),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} is {value}; it must be a whole number from {least} to {most}")
-        if population not in ("grid", None) and not (isinstance(population, int) and population >= 1):
-            raise ValueError(f"population is {population!r}; it must be a number of clients, 'grid' or None")
-        if on_divergence not in ("stop", "restore", "ignore"):
-            raise ValueError(f"on_divergence is {on_divergence!r}; it must be 'stop', 'restore' or 'ignore'")
-        if not 0 < max_examples <= MOST_EXAMPLES:
-            raise ValueError(f"max_examples is {max_examples}; it must be from 1 to {MOST_EXAMPLES}")
-        if attribute(strategy, "arrayrecord_key") == STATISTICS:
-            raise ValueError(
-                f"the strategy's arrayrecord_key is {STATISTICS!r}, which is taken: choose another"
-            )
+        check_settings(strategy, (momentum, eps), steps, quorum, max_examples)
+        check_choices(population, on_divergence)
         self.strategy = strategy
         self._usual = (momentum, eps)
         self._names: Names | None = None
@@ -264,7 +239,7 @@ class FederatedBatchNormStrategy(Strategy):
         self, configure: Callable[..., Iterable[Message]], server_round: int, arrays: ArrayRecord, *rest: Any
     ) -> list[Message]:
         self._parts, self.shared = self._split(arrays)
-        sent, record = self._records(self._parts, self.shared)
+        sent, record = records(self._parts, self.shared)
         messages = list(configure(server_round + self._done, sent, *rest))
         for message in messages:
             if STATISTICS not in message.content:  # messages may share their content
@@ -327,12 +302,10 @@ class FederatedBatchNormStrategy(Strategy):
     ) -> ArrayRecord:
         """Round 0: the arrays with statistics that the clients have measured, if they can."""
         parts, shared = self._split(arrays)
-        if not shared:
+        if not shared or not is_fresh(shared):
+            log(INFO, "no calibration: there are no statistics, or not those of new layers")
             return arrays
-        if not is_fresh(shared):
-            log(INFO, "no calibration: the statistics are not those of new layers")
-            return arrays
-        messages = requests(self.strategy, *self._records(parts, shared), config, grid)
+        messages = requests(self.strategy, *records(parts, shared), config, grid)
         replies = grid.send_and_receive(messages, timeout=timeout)
         of = self._population_of(len(messages), grid)
         rules: dict[str, Any] = {**self._checks, **self._rules, "population": of}
@@ -345,10 +318,6 @@ class FederatedBatchNormStrategy(Strategy):
             return self._population
         nodes = len(list(grid.get_node_ids()))
         return nodes if asked < nodes else None
-
-    def _records(self, parts: Parts, shared: Mapping[str, Running]) -> tuple[ArrayRecord, ArrayRecord]:
-        """What travels: parameters, and apart from them statistics and what is not averaged."""
-        return ArrayRecord(dict(parts.parameters)), ArrayRecord(parts.statistics(shared) | parts.fixed)
 
     def _split(self, arrays: ArrayRecord) -> tuple[Parts, dict[str, Running]]:
         names = guessed_names(arrays) if self._names is None else self._names
