@@ -7,6 +7,7 @@ each round: `merge`. For deployment: `revert`. The README has a complete example
 from .aggregation.defenses import defense
 from .aggregation.statistics import MergeResult, Notice, merge
 from .aggregation.verdicts import Verdict
+from .norm.calibrate import calibrating
 from .norm.convert import ConversionError, Finding, convert, inspect, revert, set_gradient
 from .norm.exchange import collect, discard_step, load_statistics, statistics
 from .norm.layers import (
@@ -37,6 +38,7 @@ __all__ = [
     "Update",
     "Verdict",
     "__version__",
+    "calibrating",
     "collect",
     "convert",
     "defense",

@@ -317,6 +317,9 @@ def test_traffic_is_next_to_that_of_fedavg(model):
         ({"steps": 0}, "steps is 0"),
         ({"steps": 2.5}, "steps is 2.5"),
         ({"quorum": 0}, "quorum is 0"),
+        ({"population": 0}, "population is 0"),
+        ({"population": "all"}, "population is 'all'"),
+        ({"on_divergence": "panic"}, "on_divergence is 'panic'"),
         ({"max_examples": 0}, "max_examples is 0"),
         ({"model": fbn.convert(cnn()), "nonnegative": ["nope"]}, "nonnegative is"),
         ({"model": fbn.convert(cnn()), "max_count": -1}, "max_count is -1"),
@@ -593,7 +596,8 @@ def test_the_quorum_holds_for_a_model_without_statistics():
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
 
     bad = lambda node, answer: metrics(answer, loss=float("nan")) if node else answer  # noqa: E731
-    _, result = run(client_app(make=flat, spoil=bad), make=flat, rounds=1, quorum=2)
+    app = client_app(make=flat, spoil=bad)
+    _, result = run(app, make=flat, rounds=1, quorum=2, on_divergence="ignore")
     for name, value in flat().state_dict().items():
         np.testing.assert_array_equal(result.arrays[name].numpy(), value.numpy(), err_msg=name)
 

@@ -110,6 +110,11 @@ def split(
     return Parts(list(arrays), sent, fixed, names), shared
 
 
+def records(parts: Parts, shared: Mapping[str, Running]) -> tuple[ArrayRecord, ArrayRecord]:
+    """What travels to clients: parameters, and apart from them statistics and what is not averaged."""
+    return ArrayRecord(dict(parts.parameters)), ArrayRecord(parts.statistics(shared) | parts.fixed)
+
+
 def _flat(names: Names) -> set[str]:
     return {name for places in names.values() for triple in places for name in triple}
 

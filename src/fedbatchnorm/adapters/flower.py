@@ -3,8 +3,9 @@
 The server sends parameters and statistics apart, so that the wrapped strategy sees parameters alone; clients
 answer with parameters and with what their layers have seen; the wrapper merges that with `merge`.
 
-    strategy = FederatedBatchNormStrategy(FedAvg(), model=model)     # server_app.py
-    load(model, message); ...; return reply(model, message, metrics)  # client_app.py
+    strategy = FederatedBatchNormStrategy(FedAvg(), model=model)      # server_app.py
+    load(model, message); ...; return reply(model, message, metrics)  # client_app.py, @app.train()
+    return calibrate(model, message, batches)                         # client_app.py, @app.train("calibrate")
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -21,11 +21,14 @@ from torch import nn
 from ..aggregation.statistics import Aggregator, MergeResult, merge
 from ..aggregation.verdicts import Verdict, judge
 from ..norm.exchange import statistics
-from ..norm.moments import Running, settings_problem
-from .arrays import Names, Parts, guessed_names, split, statistic_names
+from ..norm.moments import Running
+from .arrays import Names, Parts, guessed_names, records, split, statistic_names
+from .calibration import calibrated, is_fresh, requests
 from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapshot, write_checkpoint
-from .flower_client import load, reply, statistics_mod
-from .replies import MOST_EXAMPLES, MOST_STEPS, STATISTICS, Examined, Wanted, examine
+from .divergence import DivergedError, State, Watch, alarm, expected_sizes
+from .flower_client import calibrate, load, reply, statistics_mod
+from .replies import MOST_EXAMPLES, STATISTICS, Wanted, attribute, examine, log_left_out, sorted_out
+from .settings import check_choices, check_settings
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -34,8 +37,17 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
-__all__ = ["STATISTICS", "FederatedBatchNormStrategy", "load", "reply", "statistics_mod"]
+__all__ = [
+    "STATISTICS",
+    "DivergedError",
+    "FederatedBatchNormStrategy",
+    "calibrate",
+    "load",
+    "reply",
+    "statistics_mod",
+]
 log = getLogger("flwr").log
+_RESTORED = 3  # how often a run goes back before it is stopped all the same
 
 
 class FederatedBatchNormStrategy(Strategy):
@@ -59,6 +71,9 @@ class FederatedBatchNormStrategy(Strategy):
         max_examples: float = MOST_EXAMPLES,
         nonnegative: Collection[str] = (),
         steps: int | None = None,
+        population: int | Literal["grid"] | None = "grid",
+        calibrate: bool = True,
+        on_divergence: Literal["stop", "restore", "ignore"] = "stop",
         checkpoint: Path | str | None = None,
     ):
         """Wrap a strategy.
@@ -75,23 +90,19 @@ class FederatedBatchNormStrategy(Strategy):
             max_examples: the most that an honest client's weight in training, `num-examples`, can be.
             nonnegative: layers that follow a ReLU: a negative mean there is a lie.
             steps: local steps a round; what clients report if not given.
-            checkpoint: a file to save to after every round, and to go on from if it is there.
+            population: how many clients there are, where a round has only some of them: the spread between
+                those few is corrected to that between all. "grid" takes the nodes that are connected, where
+                the strategy asks fewer than all of them; None corrects nothing.
+            calibrate: start from the data: a round 0 in which clients measure and nothing is learned. Only
+                with fresh statistics; clients without `@app.train("calibrate")` are passed over.
+            on_divergence: when most clients' replies are not finite, or losses or activations explode, it is
+                the model that diverged. "stop" raises `DivergedError`, with the last good state in it and in
+                the checkpoint; "restore" continues from that state, and stops at the fourth time; "ignore"
+                says so in the log.
+            checkpoint: a file to save to after every round, and to continue from if it is there.
         """
-        problem = settings_problem(momentum, eps)
-        if problem:
-            raise ValueError(problem)
-        for name, value, least, most in (
-            ("steps", 1 if steps is None else steps, 1, MOST_STEPS),
-            ("quorum", quorum, 1, MOST_EXAMPLES),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} is {value}; it must be a whole number from {least} to {most}")
-        if not 0 < max_examples <= MOST_EXAMPLES:
-            raise ValueError(f"max_examples is {max_examples}; it must be from 1 to {MOST_EXAMPLES}")
-        if _attribute(strategy, "arrayrecord_key") == STATISTICS:
-            raise ValueError(
-                f"the strategy's arrayrecord_key is {STATISTICS!r}, which is taken: choose another"
-            )
+        check_settings(strategy, (momentum, eps), steps, quorum, max_examples)
+        check_choices(population, on_divergence)
         self.strategy = strategy
         self._usual = (momentum, eps)
         self._names: Names | None = None
@@ -104,6 +115,10 @@ class FederatedBatchNormStrategy(Strategy):
         self._checks = {"max_count": max_count, "nonnegative": nonnegative}
         self._rules = {"aggregator": aggregator, "quorum": quorum}
         self._max_examples, self._steps = max_examples, steps
+        self._population, self._calibrate, self._on_divergence = population, calibrate, on_divergence
+        self._of: int | None = None
+        self._watch: Watch | None = None
+        self._restored, self._diverged = 0, ""
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._first = plain_state(strategy)
         self._done = 0
@@ -137,8 +152,10 @@ class FederatedBatchNormStrategy(Strategy):
         if saved is not None:
             arrays, self._done = saved
             initial_arrays = ArrayRecord({name: Array(value) for name, value in arrays.items()})
-            log(INFO, "going on after round %s, from %s", self._done, self._checkpoint)
-        done = self._done
+            log(INFO, "continuing after round %s, from %s", self._done, self._checkpoint)
+        elif self._calibrate:
+            initial_arrays = self._calibrated(grid, initial_arrays, train_config, timeout)
+        done, self._watch, self._restored = self._done, None, 0
         result = super().start(
             grid,
             initial_arrays,
@@ -160,7 +177,13 @@ class FederatedBatchNormStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The wrapped strategy's messages, with the statistics in a record of their own."""
-        return self._configure(self.strategy.configure_train, server_round, arrays, config, grid)
+        messages = self._configure(self.strategy.configure_train, server_round, arrays, config, grid)
+        self._of = self._population_of(len(messages), grid)
+        if self._watch is None:
+            before = server_round - 1 + self._done
+            known = {} if is_fresh(self.shared) else expected_sizes(self.shared)
+            self._watch = Watch(State(before, arrays, snapshot(self.strategy)), known)
+        return messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -173,8 +196,10 @@ class FederatedBatchNormStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the statistics, and let the wrapped strategy aggregate the parameters of the same replies."""
         server_round += self._done
-        answers, failures = _sorted_out(server_round, replies)
+        answers, failures = sorted_out(server_round, replies)
         used = self._used(server_round, answers)
+        if self._diverged:
+            return self._back(server_round), None
         arrays, metrics = None, None
         if used is not None:
             before = snapshot(self.strategy)
@@ -190,16 +215,17 @@ class FederatedBatchNormStrategy(Strategy):
             elif self.result is not None:
                 self.shared = self.result.statistics
         whole = self._parts.join(arrays or self._parts.parameters, self.shared)
-        if self._checkpoint is not None:
-            write_checkpoint(self._checkpoint, self.strategy, whole, server_round, self._first)
+        self._save(whole, server_round)
+        if self._watch is not None:
+            self._watch.after(State(server_round, whole, snapshot(self.strategy)))
         return (None if arrays is None else whole), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """As the wrapped strategy does, of the replies whose metrics can be used."""
         server_round += self._done
-        answers, failures = _sorted_out(server_round, replies)
+        answers, failures = sorted_out(server_round, replies)
         found = examine(answers, Wanted(None, self._weight(), statistics=False))
-        _log_left_out(server_round, found.left_out)
+        log_left_out(server_round, found.left_out)
         return self.strategy.aggregate_evaluate(server_round, failures + list(found.replies.values()))
 
     def initialize_parameters(self, client_manager: object) -> None:
@@ -211,19 +237,17 @@ class FederatedBatchNormStrategy(Strategy):
 
     def _configure(
         self, configure: Callable[..., Iterable[Message]], server_round: int, arrays: ArrayRecord, *rest: Any
-    ) -> Iterable[Message]:
-        names = guessed_names(arrays) if self._names is None else self._names
-        self._parts, self.shared = split(arrays, names, self._settings, self._usual)
-        sent = ArrayRecord(dict(self._parts.parameters))
+    ) -> list[Message]:
+        self._parts, self.shared = self._split(arrays)
+        sent, record = records(self._parts, self.shared)
         messages = list(configure(server_round + self._done, sent, *rest))
-        record = ArrayRecord(self._parts.statistics(self.shared) | self._parts.fixed)
         for message in messages:
             if STATISTICS not in message.content:  # messages may share their content
                 message.content[STATISTICS] = record
         return messages
 
     def _weight(self) -> str:
-        return _attribute(self.strategy, "weighted_by_key") or "num-examples"
+        return attribute(self.strategy, "weighted_by_key") or "num-examples"
 
     def _used(self, server_round: int, answers: list[Message]) -> list[Message] | None:
         """The replies that both sides use, without their statistics; None if the round changes nothing."""
@@ -232,17 +256,22 @@ class FederatedBatchNormStrategy(Strategy):
         verdicts, seen_nothing = dict(found.left_out), set()
         self.result = None
         if self.shared and found.updates:
-            judged = judge(self.shared, found.updates, **self._checks)
-            steps = self._round_steps(found, [node for node, v in judged.items() if v.used])
-            self.result = merge(self.shared, found.updates, steps=steps, **self._checks, **self._rules)
+            steps = found.steps if self._steps is None else self._steps
+            of = None if self._of is None else max(self._of, len(found.updates))  # some may have joined since
+            rules: dict[str, Any] = {**self._checks, **self._rules, "population": of}
+            self.result = merge(self.shared, found.updates, steps=steps, **rules)
             bad = {node: v for node, v in self.result.verdicts.items() if not v.used}
             seen_nothing = {node for node, v in bad.items() if v.reason == "empty"}
             verdicts |= {node: v for node, v in bad.items() if node not in seen_nothing}
             for notice in self.result.notices:
                 log(INFO, "round %s: layer %s: %s (%s)", server_round, *notice)
         self.left_out = verdicts
-        _log_left_out(server_round, verdicts)
+        log_left_out(server_round, verdicts)
         good = [node for node in found.replies if node not in verdicts]
+        self._diverged = ""
+        if self._watch is not None:
+            wrong = alarm(self._watch, server_round, self.shared, found, good, verdicts)
+            self._diverged = "" if self._on_divergence == "ignore" else wrong
         # Layers that are frozen see nothing, and parameters are learned all the same.
         stays = self.result is not None and not self.result.updated and not seen_nothing.issuperset(good)
         if len(good) < self._rules["quorum"] or stays:
@@ -250,43 +279,50 @@ class FederatedBatchNormStrategy(Strategy):
             return None
         return [found.replies[node] for node in good]
 
-    def _round_steps(self, found: Examined, used: Collection[Hashable]) -> float:
-        """Local steps of the round: the server's number, else the mean of the used clients' own weighted by
-        what they saw, or their median where some may lie."""
-        if self._steps is not None or not used:
-            return self._steps or 1
-        if self._rules["aggregator"] is not None:
-            return float(median(found.steps[node] for node in used))
-        seen = {node: sum(int(m.count) for m in found.updates[node].values()) for node in used}
-        return sum(found.steps[node] * seen[node] for node in used) / sum(seen.values())
+    def _back(self, server_round: int) -> ArrayRecord:
+        """The last good state, to continue from, or to stop with."""
+        assert self._watch is not None
+        began, state = self._watch.began or server_round, self._watch.back()
+        # A budget of privacy that was spent stays spent, whatever became of the model.
+        restore(self.strategy, {k: v for k, v in state.strategy.items() if not k.endswith("/state/")})
+        self._restored += 1
+        if self._on_divergence == "restore" and self._restored <= _RESTORED:
+            log(WARNING, "round %s: back to the state after round %s", server_round, state.round)
+            self._save(state.arrays, server_round)
+            return state.arrays
+        self._save(state.arrays, state.round)
+        raise DivergedError(self._diverged, began, state, self._checkpoint)
 
+    def _save(self, arrays: ArrayRecord, done: int) -> None:
+        if self._checkpoint is not None:
+            write_checkpoint(self._checkpoint, self.strategy, arrays, done, self._first)
 
-def _sorted_out(server_round: int, replies: Iterable[Message]) -> tuple[list[Message], list[Message]]:
-    """Answers and failures, not in the order in which they happen to arrive; failures are logged."""
-    answers, failures = [], []
-    for message in sorted(replies, key=lambda m: m.metadata.src_node_id):
-        (failures if message.has_error() else answers).append(message)
-    for message in failures:
-        where = server_round, message.metadata.src_node_id
-        log(WARNING, "round %s: node %s failed: %s", *where, message.error.reason)
-    return answers, failures
+    def _calibrated(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord | None, timeout: float
+    ) -> ArrayRecord:
+        """Round 0: the arrays with statistics that the clients have measured, if they can."""
+        parts, shared = self._split(arrays)
+        if not shared or not is_fresh(shared):
+            log(INFO, "no calibration: there are no statistics, or not those of new layers")
+            return arrays
+        messages = requests(self.strategy, *records(parts, shared), config, grid)
+        replies = grid.send_and_receive(messages, timeout=timeout)
+        of = self._population_of(len(messages), grid)
+        rules: dict[str, Any] = {**self._checks, **self._rules, "population": of}
+        found, self.left_out = calibrated(shared, replies, rules)
+        return arrays if found is None else parts.join(parts.parameters, found)
 
+    def _population_of(self, asked: int, grid: Grid) -> int | None:
+        """How many clients those of a round stand for; who drops out stands for nobody."""
+        if not isinstance(self._population, str):
+            return self._population
+        nodes = len(list(grid.get_node_ids()))
+        return nodes if asked < nodes else None
 
-def _log_left_out(server_round: int, verdicts: Mapping[Hashable, Verdict]) -> None:
-    for node, verdict in verdicts.items():
-        where = f" in layer {verdict.layer}" if verdict.layer else ""
-        text = f"{verdict.reason}{where} ({verdict.detail})"
-        log(WARNING, "round %s: node %s left out: %s", server_round, node, text)
+    def _split(self, arrays: ArrayRecord) -> tuple[Parts, dict[str, Running]]:
+        names = guessed_names(arrays) if self._names is None else self._names
+        return split(arrays, names, self._settings, self._usual)
 
 
 def _finite(arrays: Iterable[np.ndarray]) -> bool:
     return all(bool(np.isfinite(array).all()) for array in arrays)
-
-
-def _attribute(strategy: object, name: str) -> Any:
-    """Of the strategy, or of one that is wrapped in it."""
-    while strategy is not None:
-        if hasattr(strategy, name):
-            return getattr(strategy, name)
-        strategy = getattr(strategy, "strategy", None)
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..norm.calibrate import calibrating
 from ..norm.exchange import collect, load_statistics, statistics
 from ..norm.wire import to_bytes
 from .arrays import parameters_of, unwrapped
-from .replies import STATISTICS
+from .replies import CALIBRATED, STATISTICS
 
 try:
     from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -69,8 +70,7 @@ def reply(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1")
     model = unwrapped(model)
-    update = np.frombuffer(to_bytes(collect(model, group=group)), dtype=np.uint8)
-    seen = ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
+    seen = _seen(model, steps, group)
     parameters = parameters_of(model)
     for sent in message.content.array_records.values():
         if sent.keys() == parameters.keys():
@@ -82,6 +82,43 @@ def reply(
     aside = _aside.get()
     (content if aside is None else aside)[STATISTICS] = seen
     return Message(content=RecordDict(content), reply_to=message)
+
+
+def calibrate(
+    model: nn.Module,
+    message: Message,
+    batches: Iterable[torch.Tensor],
+    *,
+    group: ProcessGroup | None = None,
+) -> Message:
+    """A client's answer to round 0: what its layers see in a pass with plain BatchNorm, and nothing learned.
+
+        @app.train("calibrate")
+        def measure(message, context):
+            return calibrate(fbn.convert(Net()), message, (x for x, _ in loader))
+
+    Args:
+        model: the converted model; the message is loaded into it.
+        message: what is answered.
+        batches: inputs of the model, on its device: an epoch, or a few of its batches.
+        group: of a client that trains on several devices; see `collect`.
+    """
+    load(model, message)
+    model.train()
+    with torch.no_grad(), calibrating(model):
+        for x in batches:
+            model(x)
+    seen = _seen(model, 1, group)
+    seen[CALIBRATED] = Array(np.array(1))
+    content: dict[str, Any] = {}
+    aside = _aside.get()
+    (content if aside is None else aside)[STATISTICS] = seen
+    return Message(content=RecordDict(content), reply_to=message)
+
+
+def _seen(model: nn.Module, steps: int, group: ProcessGroup | None) -> ArrayRecord:
+    update = np.frombuffer(to_bytes(collect(unwrapped(model), group=group)), dtype=np.uint8)
+    return ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
 
 
 def statistics_mod(

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from logging import WARNING, getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,10 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
+log = getLogger("flwr").log
 STATISTICS = "statistics"  # the name of the record that statistics travel in, either way
+CALIBRATE = "train.calibrate"  # the type of the messages of round 0
+CALIBRATED = "calibrated"  # in that record: measured with plain BatchNorm, to be merged with momentum 1
 MOST_STEPS = 10**6
 MOST_EXAMPLES = 2**53  # beyond it a float64 no longer counts one by one
 
@@ -69,6 +73,53 @@ def examine(answers: list[Message], wanted: Wanted) -> Examined:
         except Exception as error:  # whatever a client may have put into a record
             found.left_out[node] = Verdict(False, "schema", None, f"{type(error).__name__}: {error}")
     return found
+
+
+def read_calibrations(answers: list[Message]) -> tuple[dict[Hashable, Update], dict[Hashable, Verdict]]:
+    """Round 0: updates by node, and verdicts on replies that are no calibration or cannot be read."""
+    updates: dict[Hashable, Update] = {}
+    left_out: dict[Hashable, Verdict] = {}
+    repeated = Counter(message.metadata.src_node_id for message in answers)
+    for message in answers:
+        node = message.metadata.src_node_id
+        try:
+            _expect(repeated[node] == 1, "duplicate", "the node has answered more than once")
+            record = message.content.array_records.get(STATISTICS, {})
+            _expect(CALIBRATED in record, "schema", "the reply is no calibration")
+            updates[node] = _read(message.content)[0]
+        except _LeftOutError as error:
+            left_out[node] = error.verdict
+        except Exception as error:  # whatever a client may have put into a record
+            left_out[node] = Verdict(False, "schema", None, f"{type(error).__name__}: {error}")
+    return updates, left_out
+
+
+def sorted_out(server_round: int, replies: Iterable[Message]) -> tuple[list[Message], list[Message]]:
+    """Answers and failures, not in the order in which they happen to arrive; failures are logged."""
+    answers, failures = [], []
+    for message in sorted(replies, key=lambda m: m.metadata.src_node_id):
+        (failures if message.has_error() else answers).append(message)
+    for message in failures:
+        where = server_round, message.metadata.src_node_id
+        log(WARNING, "round %s: node %s failed: %s", *where, message.error.reason)
+    return answers, failures
+
+
+def log_left_out(server_round: int, verdicts: Mapping[Hashable, Verdict]) -> None:
+    """A line for each client that was left out, with the reason."""
+    for node, verdict in verdicts.items():
+        where = f" in layer {verdict.layer}" if verdict.layer else ""
+        text = f"{verdict.reason}{where} ({verdict.detail})"
+        log(WARNING, "round %s: node %s left out: %s", server_round, node, text)
+
+
+def attribute(strategy: object, name: str, default: Any = None) -> Any:
+    """Of the strategy, or of one that is wrapped in it."""
+    while strategy is not None:
+        if hasattr(strategy, name):
+            return getattr(strategy, name)
+        strategy = getattr(strategy, "strategy", None)
+    return default
 
 
 class _LeftOutError(Exception):

@@ -1,35 +1,31 @@
 """The server's step: clients' moments in, the next shared statistics out."""
 
-import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..norm.exchange import check_running
 from ..norm.messages import Update
-from ..norm.moments import (
-    Moments,
-    Running,
-    accumulator_dtype,
-    combine,
-    round_momentum,
-    tracked_steps,
-    update_running,
-)
+from ..norm.moments import Moments, Running, combine, update_running
+from .cohort import check_population, of_population, round_steps
+from .cohort import cohort_factor as cohort_factor
 from .defenses import Defense
+from .robust import Aggregator, on_cpu, robust_group
+from .robust import Rows as Rows
+from .robust import robust_update as robust_update
+from .robust import running_rows as running_rows
+from .robust import split_layers as split_layers
 from .verdicts import CHECKS, Verdict, judge
-
-Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
 
 
 class Notice(NamedTuple):
     """Something about one layer that the server's operator should know; never an error."""
 
     layer: str
-    reason: Literal["empty", "below_quorum", "insufficient_count", "constant", "robust_collapse"]
+    reason: Literal[
+        "empty", "below_quorum", "insufficient_count", "constant", "robust_collapse", "cohort_of_one"
+    ]
     detail: str
 
 
@@ -47,7 +43,8 @@ def merge(
     updates: Sequence[Mapping[str, Moments]] | Mapping[Hashable, Mapping[str, Moments]],
     *,
     momentum: float | None = None,
-    steps: float = 1,
+    steps: float | Mapping[Hashable, float] = 1,
+    population: int | None = None,
     aggregator: Aggregator | None = None,
     quorum: int = 1,
     max_count: float | Mapping[str, float] | None = None,
@@ -64,8 +61,12 @@ def merge(
         shared: {layer name: Running}, the statistics that the clients trained with; not changed.
         updates: a list, or client id -> update. Anything may be in it: bad updates get a verdict.
         momentum: overrides every layer's own; 1 takes the round's statistics as they are.
-        steps: local steps that the clients took in the round (the count-weighted mean if they
-            differ); the round then weighs 1 - (1 - momentum)^steps.
+        steps: local steps that the clients took in the round, k; the round then weighs 1 - (1 - momentum)^k.
+            Given as client -> steps, k is the count-weighted mean of those used, or their median under an
+            aggregator.
+        population: how many clients there are, n, where those of a round are drawn from more. The variance
+            between M of n clients is too small by (M - 1)/M n/(n - 1) in expectation, and is corrected
+            for that, also for unequal counts: see `cohort_factor`. None, or n = M, is no correction.
         aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f liars takes who
             is left out by a verdict for one of them (not who has merely seen nothing), and needs more than
             twice as many clients as it still expects to lie; with fewer the statistics stay as they were.
@@ -86,26 +87,27 @@ def merge(
         (0.6, 1.7)
     """
     clients = _clients(updates)
-    _check_arguments(shared, momentum, steps, quorum)
+    _check_arguments(shared, momentum, quorum)
+    check_population(population, len(clients))
     verdicts = judge(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
     caught = [v for v in verdicts.values() if not v.used and v.reason != "empty"]  # seeing nothing is no lie
+    seen = {c: sum(int(clients[c][name].count) for name in shared) for c in used}
+    steps = round_steps(steps, clients, seen, aggregator is not None)
     aggregator, least = _for_the_rest(aggregator, len(caught))
-    notices: list[Notice] = []
-    rows: dict[str, tuple[Hashable, ...]] = {}
-    for name in shared:
-        present = tuple(client for client in used if int(clients[client][name].count) > 0)
-        if len(present) >= max(quorum, least):
-            rows[name] = present
-        elif not present:
-            notices.append(Notice(name, "empty", "no client has seen a value: the statistics stay"))
-        else:
-            detail = f"{len(present)} of the required {max(quorum, least)} clients: the statistics stay"
-            notices.append(Notice(name, "below_quorum", detail))
+    rows, notices = _present(shared, clients, used, max(quorum, least))
     stacked = {name: _stack(clients, name, present) for name, present in rows.items()}
     unions = {name: combine(moments) for name, moments in stacked.items()}
+    # A layer that only some of the round's clients have is taken to be that rare among all of them.
+    of_layer = {name: len(r) * (population or len(used)) / len(used) for name, r in rows.items()}
+    notices += [_alone(name, population) for name, r in rows.items() if len(r) == 1 < of_layer[name]]
     exact = {
-        name: update_running(_on_cpu(shared[name]), union, steps=steps, momentum=momentum)
+        name: update_running(
+            on_cpu(shared[name]),
+            of_population(stacked[name], union, of_layer[name]),
+            steps=steps,
+            momentum=momentum,
+        )
         for name, union in unions.items()
     }
     notices += _degenerate(unions)
@@ -113,7 +115,8 @@ def merge(
     if aggregator is not None:
         after = {}
         for group in _groups(rows):
-            after |= _robust_group({n: shared[n] for n in group}, stacked, momentum, steps, aggregator)
+            of_all = of_layer[group[0]]
+            after |= robust_group({n: shared[n] for n in group}, stacked, momentum, steps, aggregator, of_all)
         notices += _collapsed(after, exact)
     statistics = {
         name: _like(after[name], running) if name in after else running for name, running in shared.items()
@@ -121,67 +124,19 @@ def merge(
     return MergeResult(statistics, verdicts, bool(rows), tuple(notices))
 
 
-def robust_update(
-    means: Tensor, variances: Tensor, *, beta: Tensor, total: Tensor, aggregator: Aggregator
-) -> tuple[Tensor, Tensor]:
-    """Aggregate clients' running rows so that no few of them decide the result.
-
-    m' = A(m_i);  v' = A(v_i) + N / ((N - 1) beta) A((m_i - m')^2). All three go through A: with a
-    plain mean on the third, one liar would control the variance. With A the mean and equal counts
-    this is Algorithm 2, lines 9 and 10.
-
-    Args:
-        means: (n, d), rows m_i = (1 - beta) m + beta u_i.
-        variances: (n, d), rows v_i = (1 - beta) v + beta N/(N-1) s_i^2.
-        beta: (d,), the round's momentum.
-        total: (d,), N, the number of values that all clients saw; at least 2.
-        aggregator: (n, d) -> (d,).
-
-    Returns:
-        (m', v'), each (d,).
-    """
-    mean = aggregator(means)
-    between = aggregator((means - mean).square())
-    return mean, aggregator(variances) + total / ((total - 1) * beta) * between
-
-
-class Rows(NamedTuple):
-    """What a robust server works on: the clients' running rows (n, d), layers side by side, and (d,) each
-    the round's momentum, the number of values behind the variances, and the least variance allowed."""
-
-    means: Tensor
-    variances: Tensor
-    beta: Tensor
-    total: Tensor
-    floor: Tensor
-
-
-def running_rows(
-    running: Sequence[Running], seen: Sequence[Moments], beta: Sequence[float], total: Sequence[float]
-) -> Rows:
-    """m_i = (1 - beta) m + beta u_i and v_i = (1 - beta) v + beta N/(N-1) s_i^2, all layers concatenated.
-
-    Args:
-        running: each layer's statistics before the round.
-        seen: each layer's moments, (n, c).
-        beta: each layer's momentum for the round.
-        total: each layer's N; a single value counts as two, since one has no variance.
-    """
-    exact = accumulator_dtype(running[0].mean)
-    m, v = (torch.cat([getattr(r, k).to(exact) for r in running]) for k in ("mean", "var"))
-    means, variances = (torch.cat([getattr(s, k).to(exact) for s in seen], dim=1) for k in ("mean", "var"))
-    b, n, floor = (
-        torch.cat([torch.full_like(r.mean, x, dtype=exact) for r, x in zip(running, xs, strict=True)])
-        for xs in (beta, [max(2.0, t) for t in total], [r.eps for r in running])
-    )
-    return Rows((1 - b) * m + b * means, (1 - b) * v + b * n / (n - 1) * variances, b, n, floor)
-
-
-def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: float = 1) -> list[Running]:
-    """The next statistics of each layer, from those of all layers side by side."""
-    sizes = [len(r.mean) for r in running]
-    parts = zip(running, mean.split(sizes), var.split(sizes), strict=True)
-    return [r._replace(mean=m, var=v, tracked=r.tracked + tracked_steps(steps)) for r, m, v in parts]
+def _present(shared, clients, used, least) -> tuple[dict[str, tuple[Hashable, ...]], list[Notice]]:
+    """Who has seen something in each layer that at least so many have, and notices of the other layers."""
+    rows, notices = {}, []
+    for name in shared:
+        present = tuple(client for client in used if int(clients[client][name].count) > 0)
+        if len(present) >= least:
+            rows[name] = present
+        elif not present:
+            notices.append(Notice(name, "empty", "no client has seen a value: the statistics stay"))
+        else:
+            detail = f"{len(present)} of the required {least} clients: the statistics stay"
+            notices.append(Notice(name, "below_quorum", detail))
+    return rows, notices
 
 
 def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregator | None, int]:
@@ -195,39 +150,6 @@ def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregato
     return left, 2 * left.f + 1
 
 
-def _robust_group(shared, stacked, momentum, steps, aggregator) -> dict[str, Running]:
-    """The robust step for layers that the same clients have seen, concatenated into one row each."""
-    running = [_on_cpu(r) for r in shared.values()]
-    beta = [round_momentum(r.momentum if momentum is None else momentum, r.tracked, steps) for r in running]
-    total = [float(stacked[name].count.sum()) for name in shared]
-    rows = running_rows(running, [stacked[name] for name in shared], beta, total)
-    aggregate = partial(_aggregate, aggregator)
-    mean, var = robust_update(
-        rows.means, rows.variances, beta=rows.beta, total=rows.total, aggregator=aggregate
-    )
-    after = split_layers(running, mean, torch.maximum(var, rows.floor), steps)
-    # A single value has no variance: there the old one stays.
-    return {
-        name: new if n > 1 else new._replace(var=old.var)
-        for name, old, new, n in zip(shared, running, after, total, strict=True)
-    }
-
-
-def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
-    result = aggregator(rows.clone())
-    if result is None:
-        raise ValueError("aggregator: returned None in place of a result; the statistics are unchanged")
-    result = torch.as_tensor(result, dtype=torch.float64)
-    if result.shape != rows.shape[1:]:
-        raise ValueError(
-            f"aggregator: returned shape {tuple(result.shape)} for rows of shape {tuple(rows.shape)}, "
-            f"expected {tuple(rows.shape[1:])}"
-        )
-    if not bool((result.abs() <= torch.finfo(torch.float32).max).all()):
-        raise ValueError("aggregator: returned a value that is not finite; the statistics are unchanged")
-    return result
-
-
 def _degenerate(unions: Mapping[str, Moments]) -> list[Notice]:
     notices = []
     for name, union in unions.items():
@@ -238,6 +160,11 @@ def _degenerate(unions: Mapping[str, Moments]) -> list[Notice]:
             detail = f"{constant} of {len(union.var)} channels had the same value everywhere"
             notices.append(Notice(name, "constant", detail))
     return notices
+
+
+def _alone(name: str, population: int | None) -> Notice:
+    detail = f"one client of {population}: how far the others are cannot be known, nothing is corrected"
+    return Notice(name, "cohort_of_one", detail)
 
 
 def _collapsed(robust: Mapping[str, Running], exact: Mapping[str, Running]) -> list[Notice]:
@@ -267,10 +194,6 @@ def _stack(clients: Mapping, name: str, present: Sequence[Hashable]) -> Moments:
     )
 
 
-def _on_cpu(running: Running) -> Running:
-    return running._replace(mean=running.mean.double().cpu(), var=running.var.double().cpu())
-
-
 def _like(new: Running, old: Running) -> Running:
     return new._replace(mean=new.mean.to(old.mean), var=new.var.to(old.var))
 
@@ -288,12 +211,10 @@ def _clients(updates) -> dict[Hashable, Any]:
     return dict(enumerate(updates))
 
 
-def _check_arguments(shared, momentum, steps, quorum) -> None:
+def _check_arguments(shared, momentum, quorum) -> None:
     for name, running in shared.items():
         check_running(name, running)
     if momentum is not None and not 0 < momentum <= 1:
         raise ValueError(f"momentum is {momentum}; it must be in (0, 1], or None for each layer's own")
-    if not (steps > 0 and math.isfinite(steps)):
-        raise ValueError(f"steps is {steps}; it must be a positive number")
     if not (isinstance(quorum, int) and quorum >= 1):
         raise ValueError(f"quorum is {quorum!r}; it must be a whole number of clients, at least 1")

@@ -1,38 +1,47 @@
-"""A client: load, train, reply."""
+"""A client: load, train, reply; and before the first round, calibrate."""
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 import fedbatchnorm as fbn
-from fedbatchnorm.adapters.flower import load, reply
+from fedbatchnorm.adapters.flower import calibrate, load, reply
 
-from .task import accuracy, batch_of, new_model, train_step
+from .task import accuracy, batches_of, new_model, train_locally
 
 app = ClientApp()
 
 
+def data_of(message, context, epochs):
+    """This client's batches of a round."""
+    client, clients = context.node_config["partition-id"], context.node_config["num-partitions"]
+    server_round = message.content["config"]["server-round"]
+    return batches_of(context.run_config, client, clients, server_round, epochs)
+
+
 @app.train()
 def train(message, context):
-    """One step on a batch of the client's own data; its momentum stays with the client."""
+    """Some epochs on the client's own data."""
     config = context.run_config
-    step = message.content["config"]["server-round"] - 1
     model = new_model(config)
     if config["fbn"]:
         model = fbn.convert(model)
         load(model, message)
     else:
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    state = context.state.array_records
-    velocity = state["velocity"].to_torch_state_dict() if "velocity" in state else {}
-    client, clients = context.node_config["partition-id"], context.node_config["num-partitions"]
-    x, y = batch_of(config, client, clients, step)
-    loss = train_step(model, x, y, velocity, config, step)
-    context.state["velocity"] = ArrayRecord(velocity)
-    metrics = {"num-examples": len(y), "loss": loss}
+    batches = data_of(message, context, config["local-epochs"])
+    loss, examples, steps = train_locally(model, batches, config)
+    metrics = {"num-examples": examples, "loss": loss}
     if config["fbn"]:
-        return reply(model, message, metrics)
+        return reply(model, message, metrics, steps=steps)
     content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)}
     return Message(RecordDict(content), reply_to=message)
+
+
+@app.train("calibrate")
+def measure(message, context):
+    """Once, before the first round: what the layers see of the client's data; nothing is learned."""
+    model = fbn.convert(new_model(context.run_config))
+    return calibrate(model, message, (x for x, _ in data_of(message, context, epochs=1)))
 
 
 @app.evaluate()

@@ -29,13 +29,13 @@ def main(grid, context):
     if config["fbn"]:
         liars = config["liars"]
         pixels = load_data(config["dataset"]).train.x[0, 0].numel()
+        examples = config["local-epochs"] * config["max-examples"]
         strategy = FederatedBatchNormStrategy(
             strategy,
             model=fbn.convert(model),
             aggregator=fbn.defense("nnm+median", liars) if liars else None,
-            max_count=config["batch"] * pixels,  # no layer of this model sees more values per channel
-            max_examples=config["batch"],
-            steps=1,
+            max_count=examples * pixels,  # no layer of this model sees more values per channel
+            max_examples=examples,
             checkpoint=config["checkpoint"] or None,
         )
     curve = {}

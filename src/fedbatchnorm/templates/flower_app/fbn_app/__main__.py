@@ -1,4 +1,4 @@
-"""Ten clients in this process, without a SuperLink: python -m fbn_app rounds=100 fbn=false."""
+"""Ten clients in this process, without a SuperLink: python -m fbn_app rounds=20 fbn=false."""
 
 import sys
 import tomllib
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flwr.app import Context, RecordDict
 
+from fedbatchnorm.adapters.flower import DivergedError
 from fedbatchnorm.adapters.local import LocalGrid
 
 from . import client_app, server_app
@@ -32,4 +33,7 @@ def settings(arguments):
 if __name__ == "__main__":
     config = settings(sys.argv[1:])
     here = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
-    server_app.app(LocalGrid(client_app.app, CLIENTS, config), here)
+    try:
+        server_app.app(LocalGrid(client_app.app, CLIENTS, config), here)
+    except DivergedError as error:
+        sys.exit(str(error))

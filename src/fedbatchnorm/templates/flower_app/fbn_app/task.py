@@ -1,4 +1,4 @@
-"""The model, the data of each client, and one step of training: ordinary PyTorch."""
+"""The model, the data of each client, and local training: ordinary PyTorch."""
 
 import functools
 
@@ -8,9 +8,6 @@ import torch.nn.functional as F
 from fedbatchnorm.data import datasets, partition
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.recipe import stream
-from fedbatchnorm.simulation.simulator import draw
-
-MODEL = {"digits": "mlp", "cifar10": "cnn"}
 
 
 @functools.cache
@@ -22,32 +19,38 @@ def load_data(name):
 def new_model(config):
     """A fresh model with BatchNorm; the same seed gives the same weights."""
     data = load_data(config["dataset"])
-    return models.build(
-        MODEL[config["dataset"]], tuple(data.train.x.shape[1:]), len(data.classes), config["seed"]
-    )
+    return models.build(config["model"], tuple(data.train.x.shape[1:]), len(data.classes), config["seed"])
 
 
-def batch_of(config, client, clients, step):
-    """What a client trains on in a round: a batch from its own part of the data."""
-    data = load_data(config["dataset"])
-    rng = stream(config["seed"], "partition")
-    parts = partition.gamma_similarity(data.train.y.numpy(), clients, config["gamma"], rng)
-    index = draw(parts, config["batch"], stream(config["seed"], "batches", step))[client]
-    return data.inputs(data.train.x[index]), data.train.y[index]
+def part_of(config, client, clients):
+    """Which samples a client holds."""
+    labels, rng = load_data(config["dataset"]).train.y.numpy(), stream(config["seed"], "partition")
+    if config["alpha"] > 0:
+        return partition.dirichlet(labels, clients, config["alpha"], rng)[client]
+    return partition.gamma_similarity(labels, clients, config["gamma"], rng)[client]
 
 
-def train_step(model, x, y, velocity, config, step):
-    """One step of SGD with dampened momentum; returns the loss."""
+def batches_of(config, client, clients, server_round, epochs):
+    """A client's data, batch by batch, in another order in every epoch of every round."""
+    data, part = load_data(config["dataset"]), torch.from_numpy(part_of(config, client, clients))
+    rng = stream(config["seed"], "batches", server_round, client)
+    for _ in range(epochs):
+        for index in part[torch.from_numpy(rng.permutation(len(part)))].split(config["batch"]):
+            yield data.inputs(data.train.x[index]), data.train.y[index]
+
+
+def train_locally(model, batches, config):
+    """SGD with momentum over the batches; returns the mean loss, the examples and the steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
     model.train()
-    model.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    rate = config["lr"] / (1 + 3 * step // config["rounds"])
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            velocity[name] = config["momentum"] * velocity.get(name, 0) + (1 - config["momentum"]) * p.grad
-            p -= rate * velocity[name]
-    return loss.item()
+    total, examples, steps = 0.0, 0, 0
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total, examples, steps = total + loss.item() * len(y), examples + len(y), steps + 1
+    return total / examples, examples, steps
 
 
 @torch.no_grad()

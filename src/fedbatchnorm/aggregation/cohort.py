@@ -1,0 +1,134 @@
+"""A round sees a cohort, not the population: what that does to a variance, and how long the round was."""
+
+import math
+from collections.abc import Collection, Hashable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..norm.moments import Moments, accumulator_dtype, combine
+
+
+def cohort_factor(counts: Tensor, population: float | Tensor) -> Tensor:
+    """By what the between-client part of a cohort's variance is multiplied to be the population's.
+
+    factor = (1 - q M/n) / (1 - q),  q = sum w_i^2,  w_i = K_i / sum K_j,  M clients of n.
+
+    Clients are drawn without replacement, their means spread with variance S^2 (denominator n - 1), and
+    counts say nothing about means. Then E[sum w_i (u_i - u)^2] = S^2 (1 - q), for any such weights: over the
+    cohort q is what was seen, over the population sum w^2 is q M/n if counts vary there as they do here. 1/q
+    is the effective number of clients; for equal counts q = 1/M, and the factor is M/(M - 1) (n - 1)/n. It is
+    1, to the bit, for M = n, and where one client alone was seen, which tells nothing of the others.
+
+    Args:
+        counts: (M,) or (M, c), K_i of the clients in the round; 0 is a client that is not there.
+        population: n, the number of clients that there are; one for all channels, or (c,).
+
+    Returns:
+        () or (c,), in float64 where the device has it.
+
+    Example:
+        >>> cohort_factor(torch.tensor([5, 5]), 100).item(), cohort_factor(torch.tensor([3, 9]), 2).item()
+        (1.98, 1.0)
+    """
+    counts = counts.to(accumulator_dtype(counts))
+    share = counts / counts.sum(0).clamp(min=1)
+    q = share.square().sort(0).values.sum(0)  # sorted: the order of clients must not matter
+    seen = (counts > 0).sum(0).to(q.dtype)
+    factor = (1 - q * (seen / population)) / (1 - q)
+    return torch.where((seen > 1) & (seen < population), factor, torch.ones_like(factor))
+
+
+def population_count(total: Tensor | float, cohort: Tensor | float, population: float) -> Tensor | float:
+    """N n/M: the values that all n clients would have reported, behind Bessel's N/(N - 1).
+
+    A client's mean is itself a measurement. Its noise, s^2/K_i, is part of the between-client term and is
+    scaled with it, to what a merge of all n clients would contain: that merge is what we estimate, so nothing
+    is counted twice there. Bessel's factor corrects for the same noise, though, once for the whole: with the
+    cohort's own N beside `cohort_factor` it would be corrected twice (K = 1, M = 2, n large: a variance twice
+    too large). With the population's N it is not. Where counts differ, the noise of small clients is scaled
+    by somewhat more than it should be; to take it out first (analysis of variance) needs values that are
+    independent of each other, which those of an image are not.
+    """
+    return total * (population / cohort)
+
+
+def of_population(seen: Moments, union: Moments, population: float) -> Moments:
+    """The union's moments with the spread between clients as it would be over the population.
+
+    var = within + factor * between; the count becomes N n/M. For M = n nothing changes, to the bit.
+
+    Args:
+        seen: count (M,), mean (M, c), var (M, c), every count above 0.
+        union: what `combine(seen)` returned.
+        population: n; at least M.
+
+    Example:
+        >>> rows = Moments(torch.tensor([1, 1]), torch.tensor([[0.0], [2.0]]), torch.zeros(2, 1))
+        >>> whole = of_population(rows, combine(rows), 100)
+        >>> int(whole.count), whole.mean.item(), whole.var.item()
+        (100, 1.0, 1.98)
+    """
+    assert isinstance(seen.count, Tensor)
+    cohort = len(seen.count)
+    if cohort < 2 or cohort >= population:
+        return union
+    factor = cohort_factor(seen.count, population)
+    between = combine(seen._replace(var=torch.zeros_like(seen.var))).var
+    total = population_count(float(union.count), cohort, population)
+    return Moments(round(float(total)), union.mean, union.var + (factor - 1) * between)
+
+
+def round_steps(
+    steps: float | Mapping[Hashable, float],
+    clients: Collection[Hashable],
+    seen: Mapping[Hashable, int],
+    robust: bool,
+) -> float:
+    """Local steps of a round: the number given, or the used clients' own in one number.
+
+    That is sum K_i k_i / sum K_i, as everything else in an exact merge is weighted, or the median under a
+    robust rule, where a client may claim any number.
+
+    Args:
+        steps: a number, or client -> its steps.
+        clients: all who sent something; an error names one whose steps are missing or impossible.
+        seen: used client -> the number of values that it saw.
+        robust: whether the server has a robust rule.
+
+    Example:
+        >>> round_steps({"a": 1, "b": 5}, "ab", {"a": 30, "b": 10}, robust=False)
+        2.0
+    """
+    if not isinstance(steps, Mapping):
+        if not _is_steps(steps):
+            raise ValueError(f"steps is {steps}; it must be a positive number, or client -> steps")
+        return steps
+    for client in clients:
+        if client not in steps:
+            raise ValueError(f"steps: client {client!r} is missing; give the steps of everyone in updates")
+        if not _is_steps(steps[client]):
+            raise ValueError(f"steps of client {client!r} is {steps[client]!r}; it must be a positive number")
+    if not seen:
+        return 1
+    if robust:
+        return float(median(steps[client] for client in seen))
+    return math.fsum(steps[client] * count for client, count in seen.items()) / sum(seen.values())
+
+
+def check_population(population: int | None, clients: int) -> None:
+    """An error if a population cannot be, or is smaller than the number of clients that sent something."""
+    if population is None:
+        return
+    if isinstance(population, bool) or not isinstance(population, int) or population < 1:
+        raise ValueError(f"population is {population!r}; it must be the number of all clients, or None")
+    if population < clients:
+        raise ValueError(
+            f"population is {population}, but {clients} clients sent something; count all of them"
+        )
+
+
+def _is_steps(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value > 0 and math.isfinite(value)  # pyrefly: ignore
