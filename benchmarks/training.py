@@ -55,9 +55,7 @@ def digits():
     base = [FEDAVG | {"dataset": "digits", "batch": 32, "evaluate_every": 200}]
     splits = [{"partition": "gamma", "gamma": 1.0}, DIRICHLET, ONE_CLASS]
     rates, seeds = axis("lr", 0.01, 0.05, 0.2), axis("seed", 0, 1, 2)
-    return grid(
-        axis("model", "cnn16", "plain9"), seeds, base, work, splits, rates, limits, [OURS, *RIVALS]
-    )
+    return grid(axis("model", "cnn16", "plain9"), seeds, base, work, splits, rates, limits, [OURS, *RIVALS])
 
 
 def rule():

@@ -5,6 +5,7 @@ each round: `merge`. For deployment: `revert`. The README has a complete example
 """
 
 from .aggregation.defenses import defense
+from .aggregation.drift import next_gradient
 from .aggregation.statistics import MergeResult, Notice, merge
 from .aggregation.verdicts import Verdict
 from .norm.calibrate import calibrating
@@ -48,6 +49,7 @@ __all__ = [
     "inspect",
     "load_statistics",
     "merge",
+    "next_gradient",
     "normalise",
     "revert",
     "set_gradient",

@@ -96,9 +96,11 @@ def check(z, vectors, gradient, function=fused.relu_normalise, **settings):
         u = z.double() if exact[0] is None else z.double() + exact[0].view(-1, *[1] * (z.dim() - 2))
         y = plain(z.double(), *exact, **{**settings, "after": False})[0]
         gradient = torch.where((u.abs() < 1e-4) | (y.abs() < 1e-4), 0, gradient)
-    outputs, grads = gradients(function, z, vectors, gradient, **settings)
+    share = settings.pop("share", 0.0)
+    given = {"share": torch.tensor(share, device=z.device, dtype=torch.float64)} if share else {}
+    outputs, grads = gradients(function, z, vectors, gradient, **settings, **given)
     double = [None if v is None else v.double() for v in vectors]
-    wanted, wanted_grads = gradients(plain, z.double(), double, gradient.double(), **settings)
+    wanted, wanted_grads = gradients(plain, z.double(), double, gradient.double(), **settings, share=share)
     layout = torch.channels_last if z.dim() == 4 else torch.contiguous_format
     assert outputs[0].dtype == z.dtype
     assert outputs[0].is_contiguous(memory_format=layout)
@@ -271,11 +273,11 @@ def test_operators_are_sound(device, full, shape, layout):
         if vector is not None:
             vector.requires_grad_()
     detached = [None if v is None else v.detach() for v in (gradient, z, shift, mean, var, weight, bias)]
-    for share in (0.0, 0.9):
+    for share in (None, torch.tensor(0.9, device=device)):
         arguments = (z, shift, mean, var, weight, bias, EPS, 2, True, True, share)
         torch.library.opcheck(fused.operator, arguments)
-        seen = fused.operator(*arguments)[1:] if share else (None, None)
-        torch.library.opcheck(fused._operator_backward, (*detached, *seen, EPS, True, True, share))
+        seen = (None, None) if share is None else fused.operator(*arguments)[1:]
+        torch.library.opcheck(fused._operator_backward, (*detached, *seen, share, EPS, True, True))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -316,10 +318,11 @@ def test_compiled_between_convolutions(device, backend):
 def test_in_a_captured_graph():
     """As compiled code calls it: the operator forward, and the one backward."""
     z, vectors, gradient = inputs("cuda", (30, 64, 16, 16), torch.bfloat16)
+    share = torch.tensor(0.9, device="cuda")
 
     def step():
-        forward = fused.operator(z, *vectors, EPS, 3, True, True, 0.9)
-        settings = EPS, True, True, 0.9
+        forward = fused.operator(z, *vectors, EPS, 3, True, True, share)
+        settings = share, EPS, True, True
         return [*forward, *fused._operator_backward(gradient, z, *vectors, *forward[1:], *settings)]
 
     want = step()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fedbatchnorm as fbn
-from fedbatchnorm.norm.gradient import Batch, hold
+from fedbatchnorm.norm.gradient import GRADIENT, Batch, hold
 from fedbatchnorm.norm.moments import Running, measure, normalise
 
 EPS = 1e-5
@@ -212,14 +212,68 @@ def test_with_activation_checkpointing():
 
 def test_convert_and_set_gradient():
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    assert fbn.convert(net)[0].gradient == fbn.FederatedBatchNorm1d(2).gradient == 0.9
+    assert fbn.convert(net)[0].gradient == fbn.FederatedBatchNorm1d(2).gradient == GRADIENT
     assert fbn.convert(net, gradient=0.25)[0].gradient == 0.25
     assert fbn.convert(net)[1].gradient == 0.25  # what is federated stays as it is
     fbn.set_gradient(net, 0)
     assert [layer.gradient for layer in net] == [0.0, 0.0]
     fbn.revert(net)
     assert not hasattr(net[0], "gradient")
-    assert fbn.convert(net)[0].gradient == 0.9
+    assert fbn.convert(net)[0].gradient == GRADIENT
+
+
+def limited(x, running, limit):
+    """The formula: divide by the larger of the shared deviation and a limit-th of the batch's own."""
+    shape, dims = (1, -1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
+    own = x.detach().var(dims, correction=0) + EPS
+    return (x - running.mean.view(shape)) / torch.maximum(running.var + EPS, own / limit**2).sqrt().view(
+        shape
+    )
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_a_limit_divides_a_wide_batch_by_its_own_deviation(shape, clients, share):
+    x, running, _, _, g = case(shape, scale=3.0)
+    running = running._replace(var=torch.tensor([0.1, 1.0, 4.0, 100.0, 2.0], dtype=torch.float64))
+    y, seen = normalise(x, running, clients=clients, gradient=share, limit=2.0)
+    want = torch.cat([limited(part, running, 2.0) for part in x.chunk(clients)])
+    torch.testing.assert_close(y, want)
+    wide = seen.var > 4 * running.var
+    assert wide.any()
+    assert not wide.all()
+    deviation = torch.stack(
+        [p.detach().movedim(1, 0).flatten(1).std(1, correction=0) for p in y.chunk(clients)]
+    )
+    assert (deviation <= 2.0 + 1e-6).all()
+    (got,) = gradients(y, (x,), g)
+    if not share:  # what divides is a constant
+        (wanted,) = gradients(want, (x,), g)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_within_the_limit_nothing_changes():
+    x, running, weight, bias, _ = case((8, 5, 4, 4), torch.float32, scale=1.0)
+    running = running._replace(var=torch.full_like(running.var, 2.0))
+    plain, _ = normalise(x, running, weight=weight, bias=bias)
+    y, _ = normalise(x, running, weight=weight, bias=bias, limit=2.0)
+    assert torch.equal(y, plain)
+
+
+def test_convert_with_a_limit():
+    net = fbn.convert(nn.Sequential(nn.BatchNorm1d(2)), limit=2)
+    assert net[0].limit == 2.0
+    assert net(torch.tensor([[-10.0, 0.0], [10.0, 0.0]]))[1, 0].item() == pytest.approx(2.0)
+    fbn.set_gradient(net, 0.5, limit=4)
+    assert net(torch.tensor([[-10.0, 0.0], [10.0, 0.0]]))[1, 0].item() == pytest.approx(4.0)
+    assert fbn.revert(net)[0].__dict__.keys().isdisjoint({"limit", "gradient"})
+
+
+@pytest.mark.parametrize("limit", [0.5, 0, -1, float("inf"), float("nan"), "two", True])
+def test_a_limit_that_is_none(limit):
+    with pytest.raises(ValueError, match="limit is .* it must be a number from 1 on"):
+        fbn.convert(nn.Sequential(nn.BatchNorm1d(2)), limit=limit)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "half", True, None])

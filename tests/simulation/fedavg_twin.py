@@ -60,10 +60,12 @@ def merge_values(model, clients, beta):
         values = torch.cat([other.values for other in theirs], 1)
         layer.running_mean.lerp_(values.mean(1), beta)
         layer.running_var.lerp_(values.var(1), beta)
+        layer.num_batches_tracked += 1
 
 
 def blended(layer, groups):
     new = BlendedNorm(layer)
+    new.register_buffer("num_batches_tracked", layer.num_batches_tracked.clone())
     del new.mix
     return new
 

@@ -31,7 +31,7 @@ class Norm(nn.Module):
         self.register_buffer("var", torch.linspace(0.5, 2.0, channels))
 
     def forward(self, x):
-        y, *seen = operator(x, None, self.mean, self.var, self.weight, self.bias, 1e-5, 2, False, False, 0.0)
+        y, *seen = operator(x, None, self.mean, self.var, self.weight, self.bias, 1e-5, 2, False, False, None)
         self.seen = seen
         return y
 

@@ -89,7 +89,9 @@ class Run(Recipe):
             "server_momentum": self.server != "mean",
             "calibrate": SCHEMES[self.scheme].replace is None,
         }
-        uses |= {name: name in SCHEMES[self.scheme].before.settings for name in ("gradient", "limit", "blend")}
+        uses |= {
+            name: name in SCHEMES[self.scheme].before.settings for name in ("gradient", "limit", "blend")
+        }
         if self.algorithm == "fedavg":
             moving = self.optimizer == "sgd" and self.momentum != 0
             uses |= {"momentum": self.optimizer == "sgd", "momentum_kind": moving}

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.swa_utils import AveragedModel
 
-from .gradient import check_share
+from .gradient import check_limit, check_share
 from .layers import _STATE, FederatedBatchNorm, federated_class, layer_problem
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
@@ -35,24 +35,27 @@ class Finding(NamedTuple):
     problem: str | None = None
 
 
-def convert(model: nn.Module, *, gradient: float | None = None) -> nn.Module:
+def convert(model: nn.Module, *, gradient: float | None = None, limit: float | None = None) -> nn.Module:
     """Make every BatchNorm of `model` a FederatedBatchNorm, in place, and return the model.
 
-    Layers that are federated already stay as they are, but for `gradient` if it is given. If any layer is
+    Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer is
     refused, a `ConversionError` names all of them and nothing has been changed.
 
     Args:
         model: whatever you train.
         gradient: the share of BatchNorm's gradient in the backward pass, which holds the scale of the weights
-            under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.9 if not given.
+            under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.6 if not given.
             The forward pass does not depend on it. See docs/training.md.
+        limit: the largest standard deviation of a normalized batch, before weight and bias; a wider batch is
+            divided by its own deviation, which keeps large learning rates from diverging. 2 is a good value;
+            no limit, as in the paper, if not given.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
         >>> type(model[1]).__name__
         'FederatedBatchNorm1d'
     """
-    share = None if gradient is None else check_share(gradient)
+    share, limit = None if gradient is None else check_share(gradient), check_limit(limit)
     refused = [f"  {f.layer or '(the model)'}: {f.problem}" for f in inspect(model) if f.problem]
     if refused:
         raise ConversionError("\n".join(["cannot convert; nothing was changed:", *refused]))
@@ -65,16 +68,19 @@ def convert(model: nn.Module, *, gradient: float | None = None) -> nn.Module:
             FederatedBatchNorm.start_round(layer)  # pyrefly: ignore
         if share is not None:
             layer.gradient = share  # pyrefly: ignore
+        if limit is not None:
+            layer.limit = limit  # pyrefly: ignore
     return model
 
 
-def set_gradient(model: nn.Module, gradient: float) -> None:
+def set_gradient(model: nn.Module, gradient: float, *, limit: float | None = None) -> None:
     """Set the share of BatchNorm's gradient that all layers of a converted model take from here on.
 
     Args:
         model: a converted model.
         gradient: from 0 (the paper's federated BatchNorm) to 1; what a compiled model has compiled is
             compiled again when it changes.
+        limit: the largest standard deviation of a normalized batch; left as it is if not given.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
@@ -82,9 +88,10 @@ def set_gradient(model: nn.Module, gradient: float) -> None:
         >>> model[1].gradient
         0.5
     """
-    share = check_share(gradient)
+    share, limit = check_share(gradient), check_limit(limit)
     for layer in federated_layers(model).values():
         layer.gradient = share
+        layer.limit = layer.limit if limit is None else limit
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -100,7 +107,8 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(layer, FederatedBatchNorm):
             for name in _STATE:
                 delattr(layer, name)
-            layer.__dict__.pop("gradient", None)
+            for name in ("gradient", "limit"):
+                layer.__dict__.pop(name, None)
             layer.__class__ = layer.plain  # pyrefly: ignore
     return model
 

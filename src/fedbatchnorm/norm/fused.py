@@ -20,7 +20,7 @@ from .reduce import mean_and_variance, statistics_dtype
 
 def relu_normalise(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    *, eps: float, clients: int, before: bool, after: bool, share: float = 0.0,
+    *, eps: float, clients: int, before: bool, after: bool, share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Add a bias, cut off at zero, normalise with constants, cut off again, and measure: in one pass.
 
@@ -38,7 +38,7 @@ def relu_normalise(
         clients: how many clients share `z`.
         before: whether a ReLU comes before normalising; what it gives is what is measured.
         after: whether a ReLU comes after.
-        share: of BatchNorm's gradient, from 0 to 1.
+        share: of BatchNorm's gradient, a number from 0 to 1 on the same device; None is 0.
 
     Returns:
         The output in z's type and in channels_last memory, and the mean and biased variance of each
@@ -57,7 +57,7 @@ def relu_normalise(
 @torch.library.custom_op("fedbatchnorm::relu_normalise", mutates_args=())
 def operator(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, clients: int, before: bool, after: bool, share: float,
+    eps: float, clients: int, before: bool, after: bool, share: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`relu_normalise` as torch's operator, which compiled code sees as one node."""
     outputs = _empty_outputs(z, clients)
@@ -79,12 +79,12 @@ def operator(
 @torch.library.custom_op("fedbatchnorm::relu_normalise_backward", mutates_args=())
 def _operator_backward(
     gradient: Tensor, z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
-    bias: Tensor | None, seen_mean: Tensor | None, seen_var: Tensor | None,
-    eps: float, before: bool, after: bool, share: float,
+    bias: Tensor | None, seen_mean: Tensor | None, seen_var: Tensor | None, share: Tensor | None,
+    eps: float, before: bool, after: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of z, and those of shift, weight and bias as the rows of (3, c).
 
-    `seen_mean` and `seen_var`, (clients, c), are what the forward pass measured, where there is a share.
+    `seen_mean` and `seen_var`, (clients, c), are what the forward pass measured, where there is a `share`.
     """
     outputs = _empty_gradients(z)
     if z.numel() == 0:
@@ -97,9 +97,8 @@ def _operator_backward(
     if z.device.type == "cuda":
         from . import kernels
 
-        seen = None if seen_mean is None or seen_var is None else (seen_mean, seen_var)
-        settings = {"eps": eps, "before": before, "after": after, "share": share}
-        kernels.backward(gradient, z, vectors, seen, outputs, **settings)
+        seen = (seen_mean, seen_var, share) if share is not None else None
+        kernels.backward(gradient, z, vectors, seen, outputs, eps=eps, before=before, after=after)  # pyrefly: ignore
         return outputs
     u, x, normalised, y = _steps(z, vectors, eps, before)
     g = gradient.to(y.dtype)
@@ -107,7 +106,7 @@ def _operator_backward(
     over = [0, *range(2, z.dim())]
     factor = (var.to(y.dtype) + eps).rsqrt()
     dz = g * _over_channels(factor if weight is None else factor * weight, z)
-    if seen_mean is not None and seen_var is not None:
+    if seen_mean is not None and seen_var is not None and share is not None:
         dz = held(dz, x, seen_mean, seen_var, None, eps, share)
     dz = dz.masked_fill(u <= 0, 0) if before else dz
     outputs[0].copy_(dz)
@@ -141,14 +140,14 @@ def _(z, shift, mean, var, weight, bias, eps, clients, before, after, share):
 
 
 @_operator_backward.register_fake
-def _(gradient, z, shift, mean, var, weight, bias, seen_mean, seen_var, eps, before, after, share):
+def _(gradient, z, shift, mean, var, weight, bias, seen_mean, seen_var, share, eps, before, after):
     return _empty_gradients(z)
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
     *tensors, eps, _clients, before, after, share = inputs
-    ctx.save_for_backward(*tensors, *(output[1:] if share else (None, None)))
-    ctx.settings = eps, before, after, share
+    ctx.save_for_backward(*tensors, *((None, None) if share is None else output[1:]), share)
+    ctx.settings = eps, before, after
     ctx.mark_non_differentiable(*output[1:])
 
 

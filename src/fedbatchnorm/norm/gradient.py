@@ -10,6 +10,7 @@ with u and var those of the batch itself. rho = 0 is federated BatchNorm as publ
 that moves the batch's mean or scale.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from .reduce import statistics_dtype
 
 
-GRADIENT = 0.9  # what practitioners get: docs/training.md has the measurements
+GRADIENT = 0.6  # what practitioners get: docs/training.md has the measurements
 
 
 def check_share(gradient: float) -> float:
@@ -30,6 +31,15 @@ def check_share(gradient: float) -> float:
             "(BatchNorm's gradient)"
         )
     return float(gradient)
+
+
+def check_limit(limit: float | None) -> float | None:
+    """The limit as a float, or None; an error says what it must be."""
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1 <= limit < math.inf:
+        raise ValueError(f"limit is {limit!r}; it must be a number from 1 on, or None for no limit")
+    return float(limit)
 
 
 class Batch(NamedTuple):
@@ -46,7 +56,7 @@ class Batch(NamedTuple):
     keep: Tensor | None = None
 
 
-def hold(x: Tensor, batch: Batch, share: float) -> Tensor:
+def hold(x: Tensor, batch: Batch, share: float | Tensor) -> Tensor:
     """The input itself, but for its gradient: h becomes h - share [mean(h) + b mean(h b)] for each client.
 
     Args:
@@ -71,7 +81,7 @@ def normalize_and_hold(
     weight: Tensor | None,
     bias: Tensor | None,
     batch: Batch,
-    share: float,
+    share: float | Tensor,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias with `hold` before it, for one client, in torch's kernels.
 
@@ -87,7 +97,15 @@ def normalize_and_hold(
     return _NormalizeAndHold.apply(x, mean, var, weight, bias, batch.mean[0], batch.var[0], batch.eps, share)  # pyrefly: ignore
 
 
-def held(h: Tensor, x: Tensor, mean: Tensor, var: Tensor, keep: Tensor | None, eps: float, share: float):
+def held(
+    h: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    keep: Tensor | None,
+    eps: float,
+    share: float | Tensor,
+) -> Tensor:
     """h - share [mean(h) + b mean(h b)], written out; the means are over each client's samples that count."""
     clients, dtype = len(mean), statistics_dtype(x)
     parts, values = (t.to(dtype).unflatten(0, (clients, -1)) for t in (h, x))

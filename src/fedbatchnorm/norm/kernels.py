@@ -251,14 +251,15 @@ def _gradient_sums(
 
 @triton.jit
 def _held_part(
-    partials, held_pointer, seen_var_pointer, rows, runs,
-    SHARE: tl.constexpr, EPS: tl.constexpr, CHANNELS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+    partials, held_pointer, seen_var_pointer, share_pointer, rows, runs,
+    EPS: tl.constexpr, CHANNELS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What each client's gradient loses: P + Q (x - u), P = share mean(g), Q = share mean(g b) / sqrt(var + eps).
 
     The two are written to (clients, 2, c).
     """
     client = tl.program_id(1)
+    share = tl.load(share_pointer).to(tl.float64)
     number = tl.arange(0, RUNS)[:, None]
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = channel < CHANNELS
@@ -269,8 +270,8 @@ def _held_part(
     var = tl.load(seen_var_pointer + client * CHANNELS + channel, mask=inside, other=1.0).to(tl.float64)
     dtype = held_pointer.dtype.element_ty
     place = client * (2 * CHANNELS) + channel
-    tl.store(held_pointer + place, (SHARE * level / rows).to(dtype), mask=inside)
-    tl.store(held_pointer + place + CHANNELS, (SHARE * slope / rows / (var + EPS)).to(dtype), mask=inside)
+    tl.store(held_pointer + place, (share * level / rows).to(dtype), mask=inside)
+    tl.store(held_pointer + place + CHANNELS, (share * slope / rows / (var + EPS)).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -380,12 +381,12 @@ def forward(
 
 
 def backward(
-    gradient: Tensor, z: Tensor, vectors: Sequence[Tensor | None], seen: tuple[Tensor, Tensor] | None,
-    outputs: tuple[Tensor, Tensor], *, eps: float, before: bool, after: bool, share: float,
+    gradient: Tensor, z: Tensor, vectors: Sequence[Tensor | None], seen: tuple[Tensor, ...] | None,
+    outputs: tuple[Tensor, Tensor], *, eps: float, before: bool, after: bool,
 ) -> None:  # fmt: skip
     """Fill `outputs`: the gradient of z, and those of shift, weight and bias as the rows of (3, c).
 
-    `seen` is each client's mean and variance, (clients, c), where a share of BatchNorm's gradient is taken.
+    `seen` is each client's mean and variance, (clients, c), and the share of BatchNorm's gradient to take.
     """
     out, sums = outputs
     clients = 1 if seen is None else len(seen[0])
@@ -402,12 +403,12 @@ def backward(
     mean = held = None
     with torch.cuda.device_of(z):
         if seen is not None:
-            mean, var = (t.contiguous() for t in seen)
+            mean, var, share = (t.contiguous() for t in seen)
             held = sums.new_empty((clients, 2, channels))
             own = sums.new_empty((clients, tiles.runs, 2, channels))
             _gradient_sums[grid](gradient, z, own, *vectors, mean, rows, tiles.run, **settings)
             _held_part[triton.cdiv(channels, _COMBINED_CHANNELS), clients](
-                own, held, var, rows, tiles.runs, SHARE=share,
+                own, held, var, share, rows, tiles.runs,
                 EPS=eps, CHANNELS=channels, RUNS=triton.next_power_of_2(tiles.runs), BLOCK=_COMBINED_CHANNELS,
             )  # fmt: skip
         _backward[grid](gradient, z, out, partials, *vectors, mean, held, rows, tiles.run, **settings)

@@ -137,7 +137,12 @@ def with_constants(
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
     plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform()) or var.dim() > 1
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated
-    if gradient and not forward_mode and x.numel() and (x.requires_grad or in_transform() or torch.compiler.is_compiling()):
+    if (
+        gradient
+        and not forward_mode
+        and x.numel()
+        and (x.requires_grad or in_transform() or torch.compiler.is_compiling())
+    ):
         assert seen is not None
         batch = Batch(seen.mean, seen.var, running.eps, keep)
         alone = len(seen.mean) == 1 and keep is None and x.dtype == mean.dtype
@@ -157,7 +162,9 @@ def written_out(
     scale = scale if weight is None else scale * weight
     y = x - _channels(mean, x)
     if scale.dim() > 1:
-        y = (y.unflatten(0, (len(scale), -1)) * scale.view(len(scale), 1, -1, *[1] * (x.dim() - 2))).flatten(0, 1)
+        y = (y.unflatten(0, (len(scale), -1)) * scale.view(len(scale), 1, -1, *[1] * (x.dim() - 2))).flatten(
+            0, 1
+        )
     else:
         y = y * _channels(scale, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)

@@ -85,7 +85,8 @@ class DistributedSGD:
     def state(self) -> dict[str, Tensor]:
         """All that the next round depends on: weights, statistics, momentum."""
         velocity = {f"velocity.{i}": v for i, v in enumerate(self.velocity)}
-        return {f"model.{k}": v for k, v in self.federation.model.state_dict().items()} | velocity
+        state = {f"model.{k}": v for k, v in self.federation.model.state_dict().items()}
+        return state | velocity | self.federation.own_state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over a `state`."""
@@ -95,7 +96,7 @@ class DistributedSGD:
         """All that a round does on the device: every client's pass, the server's step, the statistics."""
         recipe, layers = self.recipe, self.federation.layers
         for layer in layers.values():
-            layer.start(phase, recipe.settings(rate))
+            layer.start(phase, recipe.settings(rate, self.federation.share))
         if self.one_by_one:
             passes, total = 1, self._learn_each(index, rate)
         else:
@@ -191,4 +192,6 @@ class DistributedSGD:
             after = share_side_by_side(phase.share, seen, self.machine.call)
         else:
             after = share_robustly(phase, seen, self.recipe, self.step)
+        before = [layers[name].running() for name in after]
+        self.federation.follow_drift(before, [r.mean for r in after.values()], self.recipe.beta, steps=1)
         load_all(layers, after)

@@ -72,7 +72,7 @@ class FedAvg:
         """
         state = {f"model.{k}": v for k, v in self.federation.model.state_dict().items()}
         vectors = {name: value[..., self.packing.order] for name, value in self._vectors().items()}
-        return state | vectors | self._more()
+        return state | vectors | self._more() | self.federation.own_state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over a `state`, from this device or another."""
@@ -289,6 +289,8 @@ class FedAvg:
             assert phase.survey is not None
             kept, beta = surveyed, phase.survey.momentum
         mean, var = self._merged(kept, beta, phase, shares, step)
+        before = [layer.running() for layer in self.federation.layers.values()]
+        self.federation.follow_drift(before, mean.split(self.packing.channels), beta, steps)
         self.statistics.copy_(torch.stack([mean, var]))
         seen_by_layer = torch.as_tensor(kept.count).sum(0).split(self.packing.channels)
         for layer, count in zip(self.federation.layers.values(), seen_by_layer, strict=True):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ..data.augment import random_augment
 from ..data.datasets import Dataset
+from ..aggregation.drift import FIRST_SHARE, drift, next_share
+from ..norm.moments import Running
 from .device import own_random_state
 from .fold import fold
 from .recipe import Recipe, stream
@@ -55,7 +57,7 @@ def refuse_other_buffers(federation: "Federation") -> None:
     model = copy.deepcopy(federation.model).train()
     for name in federation.layers:
         layer = model.get_submodule(name)
-        layer.start(federation.scheme.before, federation.recipe.settings(0.0))  # pyrefly: ignore
+        layer.start(federation.scheme.before, federation.recipe.settings())  # pyrefly: ignore
         layer.clients = 1  # pyrefly: ignore
     with torch.no_grad(), own_random_state(federation.device):
         model(federation.data.inputs(federation.data.train.x[:4]))
@@ -120,6 +122,21 @@ class Federation:
         self.model.to(device, self.dtype)  # what the scheme has added, too
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.largest = self._try_model()
+        # The share of BatchNorm's gradient that the next round takes; a tensor, so that graphs may read it.
+        first = FIRST_SHARE if recipe.gradient == "auto" else recipe.gradient
+        held = "gradient" in self.scheme.before.settings and recipe.gradient
+        self.share = torch.full((), first, device=device, dtype=self.dtype) if held else None
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What of a federation changes from round to round, besides the model."""
+        return {"share": self.share} if self.share is not None and self.recipe.gradient == "auto" else {}
+
+    def follow_drift(
+        self, before: Sequence[Running], after: Sequence[Tensor], beta: float, steps: float
+    ) -> None:
+        """Set the next round's share by how far the means of all layers have moved in this one."""
+        if self.share is not None and self.recipe.gradient == "auto":
+            self.share.copy_(next_share(self.share, drift(before, after, beta), steps))
 
     def shares(self, clients: np.ndarray | None = None) -> np.ndarray:
         """What each of these clients weighs in a mean, adding up to 1; all honest clients if none are

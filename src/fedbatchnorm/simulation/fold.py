@@ -49,7 +49,9 @@ class FoldedNorm(_BatchNorm):
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
             alone = {"eps": self.eps, "clients": clients, "before": False, "after": False}
-            y, *seen = relu_normalise(input, None, *constants, **alone, share=more.get("gradient", 0.0))
+            y, *seen = relu_normalise(
+                input, None, *constants, **alone, share=_as_tensor(more.get("gradient"))
+            )
             moments = Moments(input.numel() // input.shape[1] // clients, *seen)
         else:
             more |= {name: getattr(self, name) for name in self.phase.learned}
@@ -92,6 +94,11 @@ class FoldedNorm(_BatchNorm):
         if len(seen) == 1:
             return seen[0]
         return Moments(seen[0].count, torch.cat([m.mean for m in seen]), torch.cat([m.var for m in seen]))
+
+
+def _as_tensor(share: Setting) -> Tensor | None:
+    """The gradient's share, which an algorithm keeps on the device; None where there is none."""
+    return share if isinstance(share, Tensor) else None
 
 
 def load_all(layers: dict[str, FoldedNorm], after: dict[str, Running]) -> None:

@@ -131,11 +131,11 @@ def _step_by_step(
     bias: Tensor | None,
     eps: float,
     clients: int,
-    share: float,
+    share: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator computes, for the compiler to fuse."""
     seen = in_one_go(x.detach(), clients)
-    if share:
+    if share is not None:
         x = hold(x, Batch(*seen, eps), share)
     return written_out(x, mean, var, weight, bias, eps), *seen
 

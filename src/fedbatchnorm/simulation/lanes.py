@@ -96,7 +96,6 @@ class Lane:
         self.whole = torch.full((recipe.batch,), 1 / recipe.batch, dtype=dtype, device=device)
         self.places = torch.arange(recipe.batch, device=device)
         self.own_statistics = "statistics" in federation.scheme.own
-        self.settings = recipe.settings(rate)
         self.queued = 0  # steps that the round has given to this lane so far
         if machine.replays:
             self.stream = torch.cuda.Stream(device)
@@ -185,8 +184,9 @@ class Lane:
         else:
             keep = (self.places[: len(index)] < size).to(self.weights.dtype)
             weights = keep / size
+        settings = federation.recipe.settings(self.rate, federation.share)
         for layer in self.layers.values():
-            layer.start(phase, self.settings)  # pyrefly: ignore
+            layer.start(phase, settings)  # pyrefly: ignore
             layer.keep = keep  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
         loss = machine.call(weighted_loss, self.model, x, y, weights, machine.half)

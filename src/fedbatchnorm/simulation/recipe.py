@@ -146,9 +146,9 @@ class Recipe:
     """Random crops (4 pixels of padding) and flips of training images, drawn on the device."""
     groups: int = 2
     """For the scheme groupnorm: into how many groups channels are split."""
-    gradient: float = 0.0
+    gradient: float | Literal["auto"] = 0.0
     """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
-    to 1."""
+    to 1; auto follows how far the statistics drift in a round."""
     limit: float | None = None
     """For the scheme fbn: the largest standard deviation of a client's normalized batch. A wider one is divided
     by its own deviation, so that weights that grow do not run away; no limit if not given."""
@@ -185,10 +185,16 @@ class Recipe:
             return attack(self.attack).targets
         return TARGETS if self.targets == "all" else tuple(t for t in TARGETS if t in self.targets.split("+"))
 
-    def settings(self, rate: float | Tensor) -> dict[str, float | Tensor | None]:
-        """What ways to normalize take from the recipe, at a learning rate."""
+    def settings(
+        self, rate: float | Tensor = 0.0, share: Tensor | None = None
+    ) -> dict[str, float | Tensor | None]:
+        """What ways to normalize take from the recipe, at a learning rate and a share of the gradient."""
         assert self.lr is not None
-        return {"gradient": self.gradient, "limit": self.limit, "blend": rate * (self.blend / self.lr)}
+        return {
+            "gradient": 0.0 if share is None else share,
+            "limit": self.limit,
+            "blend": rate * (self.blend / self.lr),
+        }
 
     def switch_step(self) -> int:
         """The step at which FixBN freezes its statistics."""

@@ -19,7 +19,7 @@ def _one_of(names: Any) -> tuple[type, Any, str]:
 
 
 # Field -> (type, whether a value is fine, what it must be).
-RULES: dict[str, tuple[type, Any, str]] = {
+RULES: dict[str, tuple[Any, Any, str]] = {
     "scheme": (str, lambda v: v in SCHEMES, f"one of {', '.join(SCHEMES)}"),
     "clients": (int, lambda v: v >= 1, "at least 1"),
     "batch": (int, lambda v: v >= 1, "at least 1"),
@@ -44,7 +44,11 @@ RULES: dict[str, tuple[type, Any, str]] = {
     "calibrate": (bool, lambda v: True, "true or false"),
     "augment": (bool, lambda v: True, "true or false"),
     "groups": (int, lambda v: v >= 1, "at least 1"),
-    "gradient": (float, lambda v: 0 <= v <= 1, "between 0 (the paper's FBN) and 1 (BatchNorm's gradient)"),
+    "gradient": (
+        (float, str),
+        lambda v: v == "auto" if isinstance(v, str) else 0 <= v <= 1,
+        "auto, or between 0 (the paper's FBN) and 1 (BatchNorm's gradient)",
+    ),
     "limit": (float, lambda v: 1 <= v < math.inf, "at least 1, or nothing for no limit"),
     "blend": (float, lambda v: 0 <= v <= 1, "between 0 (shared statistics) and 1 (the batch's own)"),
     "momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
@@ -76,8 +80,9 @@ def check_values(config: Any) -> None:
         if field.name not in RULES or (value is None and field.default is None):
             continue
         kind, fine, wanted = RULES[field.name]
-        if kind is float and type(value) is int:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if float in kinds and type(value) is int:
             value = float(value)
             object.__setattr__(config, field.name, value)
-        if type(value) is not kind or not fine(value):
+        if type(value) not in kinds or not fine(value):
             raise ValueError(f"{field.name} is {value!r}; it must be {wanted}")

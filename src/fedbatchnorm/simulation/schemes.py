@@ -126,7 +126,10 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "fbn": Scheme("FBN", "shared statistics as constants; total-variance merge", _FBN, _FBN),
     "fbn_blend": Scheme(
-        "FBN, blended", "shared statistics with a share of the batch's, which falls with the rate", _BLEND, _BLEND
+        "FBN, blended",
+        "shared statistics with a share of the batch's, which falls with the rate",
+        _BLEND,
+        _BLEND,
     ),
     "fixbn": Scheme("FixBN", "naive, then frozen from the switch step on", _NAIVE, Phase(with_frozen, None)),
     "naive": Scheme("Naive BN", "each client's own batch; running statistics averaged", _NAIVE, _NAIVE),

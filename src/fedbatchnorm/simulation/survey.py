@@ -35,14 +35,16 @@ def survey(
         become: called before a client's pass, to put what it keeps to itself into the model.
     """
     clients, batches = federation.survey_batches(step, how.images)
-    phase = phase if how.normalise is None else phase._replace(normalise=how.normalise, learned=(), settings=())
+    phase = (
+        phase if how.normalise is None else phase._replace(normalise=how.normalise, learned=(), settings=())
+    )
     set_seed(federation.device, torch_seed(federation.recipe.seed, "survey", step))
     federation.model.train()
     found: list[tuple[torch.Tensor, ...]] = []
     for client, batch in zip(clients, batches, strict=True):
         become(int(client))
         for layer in federation.layers.values():
-            layer.start(phase, federation.recipe.settings(0.0))
+            layer.start(phase, federation.recipe.settings())
             layer.clients = 1
             # torch's BatchNorm refuses a single value, and we do not.
             layer.keep = torch.ones_like(layer.running().mean[:1]) if len(batch) == 1 else None
