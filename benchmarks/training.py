@@ -22,9 +22,8 @@ from fedbatchnorm.experiments.config import Run, digest
 from fedbatchnorm.experiments.environment import choose_device
 from fedbatchnorm.experiments.folder import read_results
 from fedbatchnorm.experiments.runner import Options, run_all
-from fedbatchnorm.norm.gradient import GRADIENT
 
-OURS = {"scheme": "fbn", "gradient": GRADIENT}
+OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
 RIVALS = [{"scheme": s} for s in ("naive", "groupnorm", "fixbn", "fbn", "hbn", "fbn_blend")]
 ONE_CLASS = {"partition": "gamma", "gamma": 0.0}
 DIRICHLET = {"partition": "dirichlet", "alpha": 0.1}
@@ -58,37 +57,39 @@ def digits():
     return grid(axis("model", "cnn16", "plain9"), seeds, base, work, splits, rates, limits, [OURS, *RIVALS])
 
 
-def rule():
-    """Which share: digits, one seed, all settings of `digits`, more shares, and the MLP too."""
-    shares = [{"scheme": "fbn", "gradient": g} for g in (0.5, 0.7, 0.8, 0.95, 0.98, 1.0)]
+def shares():
+    """Digits again, one seed, with constant shares in place of the one that follows drift."""
     for run in digits():
-        if run.seed == 0 and run.scheme == "fbn" and run.gradient == GRADIENT:
-            for share in shares:
-                yield dataclasses.replace(run, **share)
+        if run.seed == 0 and run.gradient == "auto":
+            for share, limit in itertools.product((0.3, 0.6, 0.9), (None, 2.0)):
+                yield dataclasses.replace(run, gradient=share, limit=limit)
 
 
 def paper():
     """The paper's recipe: distributed SGD, T = 3000, with its dampened momentum and with an ordinary one."""
-    base = [{"dataset": "cifar10", "rounds": 3000, "precision": "bf16"}]
+    base = [{"dataset": "cifar10", "rounds": 3000, "precision": "bf16", "evaluate_every": 500}]
     kinds = [{}, {"momentum": 0.9, "momentum_kind": "ordinary", "lr": 0.05}]
     splits = [ONE_CLASS, {"partition": "gamma", "gamma": 1.0}]
-    schemes = [OURS, {"scheme": "fbn", "gradient": 0.5}, {"scheme": "fbn"}, {"scheme": "centralized"}]
-    return grid(axis("seed", 0, 1, 2), base, kinds, splits, schemes)
+    return grid(
+        axis("seed", 0, 1, 2), base, kinds, splits, [OURS, {"scheme": "fbn"}, {"scheme": "centralized"}]
+    )
 
 
-def steps(rates=(0.05, 0.1, 0.2), seeds=(0,)):
+def steps():
     """CIFAR-10, the paper's network, 1200 local steps in all, in rounds of 1, 2, 10 and 50 steps."""
-    work = [{"local_steps": k, "rounds": 1200 // k} for k in (10, 50, 2, 1)]
     base = [
         FEDAVG
         | {"dataset": "cifar10", "batch": 50, "schedule": "cosine", "clip": 1.0, "precision": "bf16"}
         | {"evaluate_every": 10_000}
     ]
     splits = [DIRICHLET, ONE_CLASS, {"partition": "gamma", "gamma": 0.1}]
-    return grid(axis("seed", *seeds), base, work, splits, axis("lr", *rates), [OURS, *RIVALS])
+    for seed in (0, 1, 2):
+        for k, rates in ((10, (0.2, 0.1)), (50, (0.1,)), (2, (0.1,)), (1, (0.1,))):
+            work = [{"local_steps": k, "rounds": 1200 // k, "seed": seed}]
+            yield from grid(base, work, splits, axis("lr", *rates), [OURS, *RIVALS])
 
 
-STUDIES = {"digits": digits, "rule": rule, "paper": paper, "steps": steps}
+STUDIES = {"digits": digits, "shares": shares, "paper": paper, "steps": steps}
 
 
 def main():
@@ -115,7 +116,7 @@ def main():
     device = choose_device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-        random.shuffle(configs)  # processes that share the work do not start with the same runs
+        random.shuffle(configs)
     run_all(configs, args.runs, Options(device, args.data_dir, share=True))
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .reduce import statistics_dtype
 
-
 GRADIENT = 0.6  # what practitioners get: docs/training.md has the measurements
 
 

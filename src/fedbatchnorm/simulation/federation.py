@@ -13,9 +13,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from ..aggregation.drift import FIRST_SHARE, drift, next_share
 from ..data.augment import random_augment
 from ..data.datasets import Dataset
-from ..aggregation.drift import FIRST_SHARE, drift, next_share
 from ..norm.moments import Running
 from .device import own_random_state
 from .fold import fold
