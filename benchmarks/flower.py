@@ -64,7 +64,7 @@ def clients(task, federated):
     def train(message, context):
         step, model = message.content["config"]["server-round"] - 1, task.model()
         if federated:
-            load(fbn.convert(model), message)
+            load(fbn.convert(model, gradient=0.0), message)  # the paper's, as in the simulator
         else:
             model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         state, beta = context.state.array_records, task.recipe.momentum
