@@ -173,6 +173,33 @@ def test_many_tiles_a_program(monkeypatch, programs, clients):
     check(*inputs(device, (clients * 11, 64, 37, 1), torch.float32), clients=clients)
 
 
+@pytest.mark.parametrize("own", ["parameters", "statistics", "both"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(6, 5, 4, 3), (33, 130)])
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_clients_with_vectors_of_their_own(device, own, dtype, shape, share):
+    """What three clients get side by side is what each of them gets alone."""
+    z, (shift, *rest), gradient = inputs(device, shape, dtype)
+    factor = torch.linspace(0.5, 1.5, 3, device=device).to(shift)[:, None]
+    kinds = ["parameters", "statistics", "statistics", "parameters", "parameters"]
+    vectors = [
+        v * factor if own in (kind, "both") else v for v, kind in zip((shift, *rest), kinds, strict=True)
+    ]
+    settings = {"eps": EPS, "before": True, "after": True, "share": share}
+    got, grads = gradients(fused.relu_normalise, z, vectors, gradient, clients=3, **settings)
+    alone = []
+    for i, (part, its) in enumerate(zip(z.chunk(3), gradient.chunk(3), strict=True)):
+        mine = [v[i] if v.dim() == 2 else v for v in vectors]
+        alone.append(gradients(fused.relu_normalise, part, mine, its, clients=1, **settings))
+    for found, *want in zip(got, *(outputs for outputs, _ in alone), strict=True):
+        assert error(found, torch.cat(want).double()) < TOLERANCE[dtype]
+    for found, *want in zip(grads, *(theirs for _, theirs in alone), strict=True):
+        want = torch.cat(want) if want[0].dim() > 1 else torch.stack(want)
+        want = want if found.shape == want.shape else want.sum(0)
+        assert found.shape == want.shape
+        assert error(found, want.double()) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("programs", [1, 4, 10_000])
 def test_large_mean(device, monkeypatch, programs):
     """The variance survives a mean of 10,000 standard deviations."""
@@ -278,6 +305,11 @@ def test_operators_are_sound(device, full, shape, layout):
         torch.library.opcheck(fused.operator, arguments)
         seen = (None, None) if share is None else fused.operator(*arguments)[1:]
         torch.library.opcheck(fused._operator_backward, (*detached, *seen, share, EPS, True, True))
+        rows = [
+            None if v is None else v.detach().expand(2, -1).clone() for v in (shift, mean, var, weight, bias)
+        ]
+        rows = [None if v is None else v.requires_grad_(i not in (1, 2)) for i, v in enumerate(rows)]
+        torch.library.opcheck(fused.operator, (z, *rows, EPS, 2, True, True, share))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

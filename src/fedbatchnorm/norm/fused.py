@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .gradient import held
-from .reduce import mean_and_variance, statistics_dtype
+from .reduce import mean_and_variance, over_channels, statistics_dtype
 
 
 def relu_normalise(
@@ -29,7 +29,8 @@ def relu_normalise(
     Args:
         z: (clients * batch, c, h, w), best in channels_last memory, or (clients * batch, c); the clients'
             samples lie one after another.
-        shift: (c,) or None; the bias of the convolution before.
+        shift: (c,) or None; the bias of the convolution before. Of this and the other vectors each client may
+            have its own, (clients, c).
         mean: (c,), the shared running mean.
         var: (c,), the shared running variance.
         weight: (c,) or None.
@@ -84,9 +85,10 @@ def _operator_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of z, and those of shift, weight and bias as the rows of (3, c).
 
-    `seen_mean` and `seen_var`, (clients, c), are what the forward pass measured, where there is a `share`.
+    Where clients have vectors of their own, the rows are those of (clients, 3, c). `seen_mean` and
+    `seen_var`, (clients, c), are what the forward pass measured, where there is a `share`.
     """
-    outputs = _empty_gradients(z)
+    outputs = _empty_gradients(z, shift, mean, var, weight, bias)
     if z.numel() == 0:
         return outputs[0], outputs[1].zero_()
     gradient, z, vectors = (
@@ -103,15 +105,21 @@ def _operator_backward(
     u, x, normalised, y = _steps(z, vectors, eps, before)
     g = gradient.to(y.dtype)
     g = g.masked_fill(y <= 0, 0) if after else g
-    over = [0, *range(2, z.dim())]
     factor = (var.to(y.dtype) + eps).rsqrt()
-    dz = g * _over_channels(factor if weight is None else factor * weight, z)
+    dz = g * over_channels(factor if weight is None else factor * weight, z)
     if seen_mean is not None and seen_var is not None and share is not None:
         dz = held(dz, x, seen_mean, seen_var, None, eps, share)
     dz = dz.masked_fill(u <= 0, 0) if before else dz
     outputs[0].copy_(dz)
-    torch.stack([dz.sum(over), (g * normalised).sum(over), g.sum(over)], out=outputs[1])
+    outputs[1].copy_(torch.stack([_sums(t, outputs[1]) for t in (dz, g * normalised, g)], -2))
     return outputs
+
+
+def _sums(values: Tensor, like: Tensor) -> Tensor:
+    """Over all rows, (c,), where the sums are like (3, c); over each client's, (clients, c), for (clients, 3, c)."""
+    if like.dim() == 2:
+        return values.sum([0, *range(2, values.dim())])
+    return values.unflatten(0, (len(like), -1)).sum([1, *range(3, values.dim() + 1)])
 
 
 Vectors = list[Tensor | None]  # shift, mean, var, weight, bias
@@ -120,18 +128,12 @@ Vectors = list[Tensor | None]  # shift, mean, var, weight, bias
 def _steps(z: Tensor, vectors: Vectors, eps: float, before: bool) -> tuple[Tensor, ...]:
     """u, x, x normalised, y: each line of the formula, in float32 or better."""
     z = z.to(statistics_dtype(z))
-    shift, mean, var, weight, bias = (
-        None if v is None else _over_channels(v.to(z.dtype), z) for v in vectors
-    )
+    shift, mean, var, weight, bias = (None if v is None else over_channels(v.to(z.dtype), z) for v in vectors)
     u = z if shift is None else z + shift
     x = u.relu() if before else u
     normalised = (x - mean) * (var + eps).rsqrt()  # pyrefly: ignore
     y = normalised if weight is None else normalised * weight
     return u, x, normalised, y if bias is None else y + bias
-
-
-def _over_channels(vector: Tensor, like: Tensor) -> Tensor:
-    return vector.view(-1, *[1] * (like.dim() - 2))
 
 
 @operator.register_fake
@@ -141,7 +143,7 @@ def _(z, shift, mean, var, weight, bias, eps, clients, before, after, share):
 
 @_operator_backward.register_fake
 def _(gradient, z, shift, mean, var, weight, bias, seen_mean, seen_var, share, eps, before, after):
-    return _empty_gradients(z)
+    return _empty_gradients(z, shift, mean, var, weight, bias)
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
@@ -155,7 +157,8 @@ def _gradients(ctx, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
     z, shift, mean, var, weight, bias, *seen = ctx.saved_tensors
     out, sums = _operator_backward(gradient, z, shift, mean, var, weight, bias, *seen, *ctx.settings)
     for_shift, for_weight, for_bias = (
-        None if t is None else s.to(t.dtype) for s, t in zip(sums, (shift, weight, bias), strict=True)
+        None if t is None else (s if s.dim() == t.dim() else s.sum(0)).to(t.dtype)
+        for s, t in zip(sums.unbind(-2), (shift, weight, bias), strict=True)
     )
     return out, for_shift, None, None, for_weight, for_bias, None, None, None, None, None
 
@@ -173,8 +176,9 @@ def _empty_outputs(z: Tensor, clients: int) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(z), z.new_empty(seen, dtype=dtype), z.new_empty(seen, dtype=dtype)
 
 
-def _empty_gradients(z: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty(z), z.new_empty((3, z.shape[1]), dtype=statistics_dtype(z))
+def _empty_gradients(z: Tensor, *vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+    clients = [len(v) for v in vectors if v is not None and v.dim() == 2][:1]
+    return _empty(z), z.new_empty((*clients, 3, z.shape[1]), dtype=statistics_dtype(z))
 
 
 def _empty(z: Tensor) -> Tensor:
@@ -190,6 +194,15 @@ def _layout(z: Tensor) -> torch.memory_format:
     return torch.channels_last if z.dim() == 4 else torch.contiguous_format
 
 
-def _contiguous(*vectors: Tensor | None) -> Vectors:
-    """The kernels read vectors without looking at their strides."""
-    return [v if v is None else v.contiguous() for v in vectors]
+def _contiguous(
+    shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Vectors:
+    """The kernels do not look at strides; either all clients share parameters or none, and so for statistics."""
+    shift, weight, bias = _alike(shift, weight, bias)
+    return [v if v is None else v.contiguous() for v in (shift, *_alike(mean, var), weight, bias)]
+
+
+def _alike(*vectors: Tensor | None) -> Vectors:
+    """All (clients, c) if one is."""
+    clients = max((len(v) for v in vectors if v is not None and v.dim() == 2), default=0)
+    return [v.expand(clients, -1) if clients and v is not None else v for v in vectors]

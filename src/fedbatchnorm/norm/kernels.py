@@ -111,6 +111,7 @@ def _forward(
     rows, run,
     EPS: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    OWN: tl.constexpr, OWN_STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """Write `out` for a run of one client's rows, and the mean and sum of squares about it of their x.
 
@@ -124,11 +125,12 @@ def _forward(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)  # known when compiling where it is always so
-    shift = _per_channel(shift_pointer, channel, inside, 0.0, dtype)
-    mean = _per_channel(mean_pointer, channel, inside, 0.0, dtype)
-    var = _per_channel(var_pointer, channel, inside, 1.0, dtype)
-    scale = tl.rsqrt(var + EPS) * _per_channel(weight_pointer, channel, inside, 1.0, dtype)
-    bias = _per_channel(bias_pointer, channel, inside, 0.0, dtype)
+    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
+    mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
+    var = _per_channel(var_pointer, shared, inside, 1.0, dtype)
+    scale = tl.rsqrt(var + EPS) * _per_channel(weight_pointer, own, inside, 1.0, dtype)
+    bias = _per_channel(bias_pointer, own, inside, 0.0, dtype)
 
     row = _row_in_tile(UNROLL, ROWS)
     within = row * CHANNELS + channel
@@ -210,6 +212,7 @@ def _gradient_sums(
     rows, run,
     EPS: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    OWN: tl.constexpr, OWN_STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """For a run of one client's rows: the sums of the gradient g, and of g (x - u), u the client's mean."""
     dtype = partials.dtype.element_ty
@@ -218,12 +221,13 @@ def _gradient_sums(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)
-    shift = _per_channel(shift_pointer, channel, inside, 0.0, dtype)
-    mean = _per_channel(mean_pointer, channel, inside, 0.0, dtype)
-    rstd = tl.rsqrt(_per_channel(var_pointer, channel, inside, 1.0, dtype) + EPS)
-    scale = rstd * _per_channel(weight_pointer, channel, inside, 1.0, dtype)
-    bias = _per_channel(bias_pointer, channel, inside, 0.0, dtype)
-    own = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
+    mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
+    rstd = tl.rsqrt(_per_channel(var_pointer, shared, inside, 1.0, dtype) + EPS)
+    scale = rstd * _per_channel(weight_pointer, own, inside, 1.0, dtype)
+    bias = _per_channel(bias_pointer, own, inside, 0.0, dtype)
+    centre = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
 
     row = _row_in_tile(UNROLL, ROWS)
     within = row * CHANNELS + channel
@@ -240,7 +244,7 @@ def _gradient_sums(
         if AFTER:
             gradient = tl.where((x - mean) * scale + bias <= 0, 0.0, gradient)
         level += tl.sum(gradient, 1)
-        slope += tl.sum(gradient * (x - own), 1)
+        slope += tl.sum(gradient * (x - centre), 1)
         here += TILE * CHANNELS
         left -= TILE
 
@@ -281,10 +285,12 @@ def _backward(
     rows, run,
     EPS: tl.constexpr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
     UNROLL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    OWN: tl.constexpr, OWN_STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of z for a run of rows, and their sums for shift, weight and bias.
 
-    With `held_pointer` the rows are those of one client, and its gradient loses P + Q (x - u).
+    With `held_pointer` the rows are those of one client, and its gradient loses P + Q (x - u). So they are
+    where clients have vectors of their own (OWN, OWN_STATISTICS).
     """
     dtype = partials.dtype.element_ty
     TILE: tl.constexpr = UNROLL * ROWS
@@ -292,13 +298,14 @@ def _backward(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)  # known when compiling where it is always so
-    shift = _per_channel(shift_pointer, channel, inside, 0.0, dtype)
-    mean = _per_channel(mean_pointer, channel, inside, 0.0, dtype)
-    rstd = tl.rsqrt(_per_channel(var_pointer, channel, inside, 1.0, dtype) + EPS)
-    scale = rstd * _per_channel(weight_pointer, channel, inside, 1.0, dtype)
-    bias = _per_channel(bias_pointer, channel, inside, 0.0, dtype)
+    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
+    mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
+    rstd = tl.rsqrt(_per_channel(var_pointer, shared, inside, 1.0, dtype) + EPS)
+    scale = rstd * _per_channel(weight_pointer, own, inside, 1.0, dtype)
+    bias = _per_channel(bias_pointer, own, inside, 0.0, dtype)
     if held_pointer is not None:
-        own = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+        centre = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
         level = tl.load(held_pointer + client * (2 * CHANNELS) + channel, mask=inside, other=0.0)
         slope = tl.load(held_pointer + client * (2 * CHANNELS) + CHANNELS + channel, mask=inside, other=0.0)
 
@@ -323,7 +330,7 @@ def _backward(
         for_bias += tl.sum(gradient, 1)
         for_weight += tl.sum(gradient * centred, 1)
         if held_pointer is not None:
-            gradient -= level + slope * (x - own)
+            gradient -= level + slope * (x - centre)
             if not EVEN:
                 gradient = tl.where(row < left, gradient, 0.0)
         gradient *= scale
@@ -342,7 +349,9 @@ def _backward(
 
 @triton.jit
 def _add_up(partials, sums, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over the rows of a matrix that has many rows and few columns."""
+    """Sums over the rows of matrices that have many rows and few columns."""
+    partials += tl.program_id(1) * rows * columns
+    sums += tl.program_id(1) * columns
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((ROWS, BLOCK), partials.dtype.element_ty)
     for first in range(0, rows, ROWS):
@@ -373,6 +382,7 @@ def forward(
             z, out, partials, *vectors, rows, tiles.run,
             EPS=eps, CHANNELS=channels, BEFORE=before, AFTER=after,
             UNROLL=tiles.unroll, ROWS=tiles.rows, BLOCK=tiles.block, EVEN=tiles.even(rows), num_warps=_WARPS,
+            **_whose(vectors),
         )  # fmt: skip
         _combine[triton.cdiv(channels, _COMBINED_CHANNELS), clients](
             partials, mean, var, rows, tiles.run, tiles.runs,
@@ -387,9 +397,11 @@ def backward(
     """Fill `outputs`: the gradient of z, and those of shift, weight and bias as the rows of (3, c).
 
     `seen` is each client's mean and variance, (clients, c), and the share of BatchNorm's gradient to take.
+    Where clients have vectors of their own, the rows are those of (clients, 3, c).
     """
     out, sums = outputs
-    clients = 1 if seen is None else len(seen[0])
+    alone = len(sums) if sums.dim() == 3 else 1  # how many sums there are
+    clients = alone if seen is None else len(seen[0])
     channels = z.shape[1]
     rows = z.numel() // channels // clients
     most = _BACKWARD_PROGRAMS
@@ -398,8 +410,9 @@ def backward(
     settings = {
         "EPS": eps, "CHANNELS": channels, "BEFORE": before, "AFTER": after, "UNROLL": tiles.unroll,
         "ROWS": tiles.rows, "BLOCK": tiles.block, "EVEN": tiles.even(rows), "num_warps": _WARPS,
+        **_whose(vectors),
     }  # fmt: skip
-    partials = sums.new_empty((clients * tiles.runs, *sums.shape))
+    partials = sums.new_empty((clients * tiles.runs, 3, channels))
     mean = held = None
     with torch.cuda.device_of(z):
         if seen is not None:
@@ -412,6 +425,13 @@ def backward(
                 EPS=eps, CHANNELS=channels, RUNS=triton.next_power_of_2(tiles.runs), BLOCK=_COMBINED_CHANNELS,
             )  # fmt: skip
         _backward[grid](gradient, z, out, partials, *vectors, mean, held, rows, tiles.run, **settings)
-        _add_up[triton.cdiv(3 * channels, _ADDED_COLUMNS),](
-            partials, sums, len(partials), 3 * channels, ROWS=_ADDED_ROWS, BLOCK=_ADDED_COLUMNS
+        _add_up[triton.cdiv(3 * channels, _ADDED_COLUMNS), alone](
+            partials, sums, len(partials) // alone, 3 * channels, ROWS=_ADDED_ROWS, BLOCK=_ADDED_COLUMNS
         )
+
+
+def _whose(vectors: Sequence[Tensor | None]) -> dict[str, int]:
+    """Whether clients have their own parameters, and their own statistics: 1 or 0."""
+    shift, mean, _, weight, bias = vectors
+    own = any(v is not None and v.dim() == 2 for v in (shift, weight, bias))
+    return {"OWN": int(own), "OWN_STATISTICS": int(mean is not None and mean.dim() == 2)}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gradient import Batch, hold, normalize_and_hold
-from .reduce import in_transform, mean_and_variance, statistics_dtype
+from .reduce import in_transform, mean_and_variance, over_channels, statistics_dtype
 
 
 class Moments(NamedTuple):
@@ -122,8 +122,8 @@ def with_constants(
     Args:
         x: (clients * batch, c, ...).
         running: m, v and eps.
-        weight: (c,) or None.
-        bias: (c,) or None.
+        weight: (c,), (clients, c) where each client has its own, or None.
+        bias: (c,), (clients, c) or None.
         seen: moments of x, (clients, c), where a gradient's share or a limit is asked for.
         gradient: the share of BatchNorm's gradient.
         limit: how many times wider than m and v say a batch may be; None for any.
@@ -135,7 +135,8 @@ def with_constants(
         var = torch.maximum(var, ((seen.var + running.eps) / limit**2 - running.eps).to(var.dtype))
         var = var[0] if len(var) == 1 else var
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
-    plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform()) or var.dim() > 1
+    plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
+    plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated
     if (
         gradient
@@ -157,17 +158,13 @@ def with_constants(
 def written_out(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """`with_constants` in operations that a compiler fuses with their neighbours; var is (c,) or (clients, c)."""
+    """`with_constants` in operations that a compiler fuses with their neighbours.
+
+    Vectors are (c,) or (clients, c).
+    """
     scale = (var.to(statistics_dtype(x)) + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    y = x - _channels(mean, x)
-    if scale.dim() > 1:
-        y = (y.unflatten(0, (len(scale), -1)) * scale.view(len(scale), 1, -1, *[1] * (x.dim() - 2))).flatten(
-            0, 1
-        )
-    else:
-        y = y * _channels(scale, x)
-    return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
+    y = (x - over_channels(mean, x)) * over_channels(scale if weight is None else scale * weight, x)
+    return (y if bias is None else y + over_channels(bias, x)).to(x.dtype)
 
 
 def combine(moments: Moments) -> Moments:
@@ -288,11 +285,6 @@ def tracked_steps(steps: float) -> int:
 def accumulator_dtype(x: Tensor) -> torch.dtype:
     """float64, except where the device has none."""
     return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def _channels(values: Tensor, x: Tensor) -> Tensor:
-    """(c,) -> (c, 1, ...), to go with (batch, c, ...)."""
-    return values.view(-1, *[1] * (x.dim() - 2))
 
 
 def _ordered_sum(terms: Tensor) -> Tensor:

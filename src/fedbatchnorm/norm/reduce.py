@@ -35,6 +35,21 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def over_channels(values: Tensor, x: Tensor) -> Tensor:
+    """One value a channel, (c,), or one a client and channel, (clients, c), to go with x (n, c, ...).
+
+    Example:
+        >>> x = torch.zeros(4, 3, 2, 2)
+        >>> over_channels(torch.ones(3), x).shape, over_channels(torch.ones(2, 3), x).shape
+        (torch.Size([3, 1, 1]), torch.Size([4, 3, 1, 1]))
+    """
+    ones = [1] * (x.dim() - 2)
+    if values.dim() == 1:
+        return values.view(-1, *ones)
+    each = x.shape[0] // len(values)
+    return values[:, None].expand(-1, each, -1).reshape(x.shape[0], -1, *ones)
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, ...) is at work; asked to spare its cost."""
     return torch._C._are_functorch_transforms_active()

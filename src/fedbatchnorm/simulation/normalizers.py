@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..norm.moments import Moments, Running, normalise, with_constants
-from ..norm.reduce import in_transform, statistics_dtype
+from ..norm.reduce import in_transform, over_channels, statistics_dtype
 
 
 def with_own_batch(
@@ -30,8 +30,8 @@ def with_own_batch(
         x: (clients * batch, c, ...), the clients' batches one after another.
         running: only its eps and type are used.
         clients: how many clients share `x`.
-        weight: (c,) or None.
-        bias: (c,) or None.
+        weight: (c,), (clients, c) where each client has its own, or None.
+        bias: (c,), (clients, c) or None.
         keep: (clients * batch,), 1 for samples that count and 0 for those that fill up a batch; None if all
             count.
 
@@ -51,7 +51,8 @@ def with_own_batch(
     mean, unbiased = (running.mean.new_zeros(clients * channels) for _ in range(2))
     if clients > 1:
         x = x.unflatten(0, (clients, -1)).movedim(0, 1).flatten(1, 2)
-        weight, bias = (None if p is None else p.repeat(clients) for p in (weight, bias))
+        weight, bias = (p if p is None or p.dim() > 1 else p.repeat(clients) for p in (weight, bias))
+    weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
     # A running update with momentum 1 leaves the batch's own mean and unbiased variance.
     y = F.batch_norm(x, mean, unbiased, weight, bias, training=True, momentum=1.0, eps=running.eps)
     count = x.numel() // x.shape[1]
@@ -244,5 +245,5 @@ def _measure_kept(x: Tensor, clients: int, keep: Tensor | None) -> tuple[int | T
 def _affine(y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Times weight, plus bias, in the type of x."""
     for factor, combine_with in ((weight, torch.mul), (bias, torch.add)):
-        y = y if factor is None else combine_with(y, factor.view(-1, *[1] * (x.dim() - 2)))
+        y = y if factor is None else combine_with(y, over_channels(factor, x))
     return y.to(x.dtype)
