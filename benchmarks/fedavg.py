@@ -2,6 +2,7 @@
 
     python benchmarks/fedavg.py --json results/benchmarks/fedavg.json    # every part
     python benchmarks/fedavg.py --only steps growth                      # some of them
+    python benchmarks/fedavg.py --only steps --rows 'FBN, TF32'          # one contender
     python benchmarks/fedavg.py --profile                                # and what a round's time goes to
 
 Parts: `steps` is 10 clients with 10 steps of 50 images and the paper's network; `pfl` is pfl-research's own
@@ -31,19 +32,20 @@ from fedbatchnorm.simulation.simulator import Simulation
 
 SHAPE, IMAGES = (3, 32, 32), 50_000
 TF32, BF16 = {"precision": "tf32"}, {"precision": "bf16"}
+LANES = {"abreast": False}
 
 
 def data():
     return dataset(SHAPE, IMAGES)
 
 
-def ours(clients, model="cnn", lanes=None, **recipe):
+def ours(clients, model="cnn", lanes=None, abreast=None, **recipe):
     """A federation of ours; plain SGD, as pfl-research's benchmark has it."""
     settings = {"algorithm": "fedavg", "scheme": "fbn", "lr": 0.01, "momentum": 0.0, "weighting": "equal"}
     recipe = Recipe(**settings | {"clients": clients} | recipe)
     parts = np.array_split(np.arange(IMAGES), clients)
     net = pfl_cnn() if model == "pfl" else models.build(model, SHAPE, 10, seed=0)
-    return Simulation(net, data(), parts, recipe, device="cuda", chunk=lanes)
+    return Simulation(net, data(), parts, recipe, device="cuda", chunk=lanes, abreast=abreast)
 
 
 def pfl(clients, model="cnn", **settings):
@@ -65,7 +67,11 @@ PARTS = {
         "FBN, momentum and clipping, TF32": lambda: ours(**STEPS, **TF32, momentum=0.9, clip=1.0),
         "naive, TF32": lambda: ours(**STEPS, **TF32, scheme="naive"),
         "GroupNorm, TF32": lambda: ours(**STEPS, **TF32, scheme="groupnorm"),
-        "FBN, one client after another, TF32": lambda: ours(**STEPS, **TF32, lanes=1),
+        "FBN, lanes, TF32": lambda: ours(**STEPS, **TF32, **LANES),
+        "FBN, lanes, bf16": lambda: ours(**STEPS, **BF16, **LANES),
+        "naive, lanes, TF32": lambda: ours(**STEPS, **TF32, **LANES, scheme="naive"),
+        "GroupNorm, lanes, TF32": lambda: ours(**STEPS, **TF32, **LANES, scheme="groupnorm"),
+        "FBN, one client after another, TF32": lambda: ours(**STEPS, **TF32, **LANES, lanes=1),
         "ten rounds of distributed SGD, TF32": lambda: Ten(ours(**FOLDED, **TF32)),
         "ten rounds of distributed SGD, bf16": lambda: Ten(ours(**FOLDED, **BF16)),
         "pfl-research, TF32": lambda: pfl(**PFL_STEPS),
@@ -82,7 +88,10 @@ PARTS = {
     "tiny": {
         "FBN, cohort of 10, TF32": lambda: ours(**TINY, **TF32, cohort=10),
         "FBN, cohort of 10, bf16": lambda: ours(**TINY, **BF16, cohort=10),
+        "FBN, lanes, cohort of 10, TF32": lambda: ours(**TINY, **TF32, **LANES, cohort=10),
+        "FBN, lanes, cohort of 10, bf16": lambda: ours(**TINY, **BF16, **LANES, cohort=10),
         "FBN, all 100 clients, TF32": lambda: ours(**TINY, **TF32),
+        "FBN, lanes, all 100 clients, TF32": lambda: ours(**TINY, **TF32, **LANES),
         "naive, cohort of 10, TF32": lambda: ours(**TINY, **TF32, cohort=10, scheme="naive"),
     },
     "resnets": {
@@ -114,6 +123,11 @@ def compare(rows, turns, rounds):
     if slow:
         raise RuntimeError(f"not as CUDA graphs: {slow}")
     return medians, times
+
+
+def chosen(part, rows):
+    """Contenders of a part; of these names alone, if any are given."""
+    return {name: make for name, make in PARTS[part].items() if not rows or name in rows}
 
 
 def growth(turns, rounds):
@@ -154,6 +168,7 @@ def profile(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=[*PARTS, "growth"], help="parts to run")
+    parser.add_argument("--rows", nargs="*", help="contenders to run, by name; all if not given")
     parser.add_argument("--turns", type=int, default=5, help="turns of every contender")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in a turn")
     parser.add_argument("--profile", action="store_true", help="also what a round's time goes to")
@@ -175,7 +190,7 @@ def main():
         if part == "growth":
             content["growth"] = growth(args.turns, args.rounds)
         else:
-            medians, times = compare(PARTS[part], args.turns, args.rounds)
+            medians, times = compare(chosen(part, args.rows), args.turns, args.rounds)
             content["parts"][part] = {"ms": medians, "times": times}
             for name, ms in medians.items():
                 print(f"  {name:<42} {ms:>8.2f} ms", flush=True)

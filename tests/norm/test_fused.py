@@ -185,6 +185,7 @@ def test_clients_with_vectors_of_their_own(device, own, dtype, shape, share):
     vectors = [
         v * factor if own in (kind, "both") else v for v, kind in zip((shift, *rest), kinds, strict=True)
     ]
+    share = torch.tensor(share, device=device) if share else None
     settings = {"eps": EPS, "before": True, "after": True, "share": share}
     got, grads = gradients(fused.relu_normalise, z, vectors, gradient, clients=3, **settings)
     alone = []

@@ -33,7 +33,16 @@ SETTINGS = {
 }
 
 
-def federation(scheme, model="cnn", device="cuda", engine="auto", chunk=None, dropout=False, **recipe):
+def federation(
+    scheme,
+    model="cnn",
+    device="cuda",
+    engine="auto",
+    chunk=None,
+    dropout=False,
+    abreast=None,
+    **recipe,
+):
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(256, (240, 3, 8, 8), generator=generator, dtype=torch.uint8)
     y = torch.randint(10, (240,), generator=generator)
@@ -54,9 +63,8 @@ def federation(scheme, model="cnn", device="cuda", engine="auto", chunk=None, dr
         if isinstance(module, nn.Dropout) and not dropout:
             module.p = 0.0
     twin = FedAvgTwin(net, data, parts, recipe)
-    return Simulation(
-        copy.deepcopy(net), data, parts, recipe, device=device, engine=engine, chunk=chunk
-    ), twin
+    how = {"device": device, "engine": engine, "chunk": chunk, "abreast": abreast}
+    return Simulation(copy.deepcopy(net), data, parts, recipe, **how), twin
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

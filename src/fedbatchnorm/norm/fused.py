@@ -116,7 +116,7 @@ def _operator_backward(
 
 
 def _sums(values: Tensor, like: Tensor) -> Tensor:
-    """Over all rows, (c,), where the sums are like (3, c); over each client's, (clients, c), for (clients, 3, c)."""
+    """Over all rows, (c,), for sums like (3, c); over each client's, (clients, c), for (clients, 3, c)."""
     if like.dim() == 2:
         return values.sum([0, *range(2, values.dim())])
     return values.unflatten(0, (len(like), -1)).sum([1, *range(3, values.dim() + 1)])
@@ -197,7 +197,7 @@ def _layout(z: Tensor) -> torch.memory_format:
 def _contiguous(
     shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Vectors:
-    """The kernels do not look at strides; either all clients share parameters or none, and so for statistics."""
+    """The kernels do not look at strides; clients share all parameters or none, and so for statistics."""
     shift, weight, bias = _alike(shift, weight, bias)
     return [v if v is None else v.contiguous() for v in (shift, *_alike(mean, var), weight, bias)]
 

@@ -82,14 +82,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class Machine:
     """How rounds run on a device: one operation after another, compiled, or replayed as CUDA graphs."""
 
-    def __init__(self, device: torch.device, engine: Engine, precision: str):
-        """Choose; `auto` is compiled on a CUDA GPU and eager elsewhere."""
+    def __init__(self, device: torch.device, engine: Engine, precision: str, abreast: bool | None = None):
+        """Choose; `auto` is compiled on a CUDA GPU and eager elsewhere.
+
+        Args:
+            device: where.
+            engine: how.
+            precision: of a recipe.
+            abreast: whether FedAvg's clients go through one pass where they can; chosen by the rest if None.
+        """
         if engine not in get_args(Engine):
             raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(get_args(Engine))}")
         self.device, self.precision = device, precision
         self.compiles = engine == "compiled" or (engine == "auto" and device.type == "cuda")
         self.replays = self.compiles and device.type == "cuda"
         self.half = precision == "bf16"
+        self._abreast = abreast
 
     @property
     def engine(self) -> str:
@@ -100,6 +108,16 @@ class Machine:
     def fuses(self) -> bool:
         """Whether FBN's one-pass kernels can be had."""
         return self.replays and has_triton()
+
+    @property
+    def abreast(self) -> bool:
+        """Whether clients that train with weights of their own go through one pass where they can."""
+        return self.fuses and self.precision in ("tf32", "bf16") if self._abreast is None else self._abreast
+
+    @property
+    def insists(self) -> bool:
+        """Whether somebody has said that clients go through one pass."""
+        return self._abreast is True
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The function's result; compiled where that is how rounds run."""
@@ -127,6 +145,15 @@ class Machine:
 def weighted_loss(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor, half: bool) -> Tensor:
     """The sum of the samples' losses, each with its weight."""
     return F.cross_entropy(class_scores(model, x, weights.dtype, half), y, reduction="none") @ weights
+
+
+def client_losses(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor, half: bool) -> Tensor:
+    """Each client's loss, (clients,), where batches of one length lie one after another in x.
+
+    `weights`, (batch,), are those of a client's samples.
+    """
+    losses = F.cross_entropy(class_scores(model, x, weights.dtype, half), y, reduction="none")
+    return losses.view(-1, len(weights)) @ weights
 
 
 def class_scores(model: nn.Module, x: Tensor, dtype: torch.dtype, half: bool) -> Tensor:

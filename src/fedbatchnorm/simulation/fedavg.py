@@ -1,11 +1,12 @@
 """FedAvg: a cohort of clients trains for several steps each, and the server averages what comes back.
 
-Clients run side by side in lanes (`lanes`). What a client was sent, and what it hands back, are rows of
-matrices as large as the cohort; only what clients keep from one of their rounds to the next takes memory for
-all of them.
+Clients run side by side, in one pass (`abreast`) where they can, else in lanes (`lanes`). What a client was
+sent, and what it hands back, are rows of matrices as large as the cohort; only what clients keep from one of
+their rounds to the next takes memory for all of them.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,19 +15,21 @@ from torch import Tensor
 
 from ..aggregation.statistics import Rows as ServerRows
 from ..norm.moments import Moments, accumulator_dtype, round_momentum, tracked_steps
-from .abreast import first_step_abreast
+from .abreast import Abreast, clients_in_a_pass, first_step_abreast
 from .byzantine import robust_update_of, through_rule
 from .device import Machine, set_seed
 from .federation import Federation, Work, copy_state, refuse_other_buffers
-from .lanes import Batches, Lane, Rows, kinds_of, unrolled
+from .lanes import Batches, Lane, Rows, kinds_of, new_rows, unrolled
 from .optim import Local, server_buffers, server_step
 from .packing import Packing
 from .recipe import learning_rate, torch_seed
 from .schemes import Phase, Survey
+from .stacked import can_be_stacked, phase_can_be_stacked
 from .survey import survey
 
 # Clients side by side on a GPU, chosen by measuring on an H200: more do not help.
 _LANES, _LANES_OF_LARGE, _LARGE = 10, 5, 2**23  # bytes of the largest activation of a batch
+_PASS = 2**28  # bytes of the largest activation of clients abreast, about
 
 
 class FedAvg:
@@ -38,7 +41,8 @@ class FedAvg:
         Args:
             federation: model, clients and recipe.
             machine: how rounds run.
-            chunk: clients side by side on a GPU; ten, or five where a batch is large, if not given.
+            chunk: clients side by side; if not given, ten lanes on a GPU, or five where a batch is large, and
+                as many in a pass as fill it.
         """
         self.federation, self.machine, self.recipe = federation, machine, federation.recipe
         refuse_other_buffers(federation)
@@ -64,6 +68,11 @@ class FedAvg:
         self._rows: Rows | None = None
         steps = federation.local_steps()  # of all clients, so that graphs serve every cohort
         self._most_steps, self._usual_steps = int(steps.max()), int(np.median(steps))
+        self._in_a_pass = clients_in_a_pass(
+            self.cohort, chunk or _PASS // (recipe.batch * federation.largest)
+        )
+        self._abreast: Abreast | None = None
+        self._stackable = can_be_stacked(federation, machine, self.packing)
 
     def state(self) -> dict[str, Tensor]:
         """All that the next round depends on: weights, statistics, the server's and the clients' own state.
@@ -150,18 +159,44 @@ class FedAvg:
         if phase.survey is not None and federation.layers:
             surveyed = self._surveyed(step, phase, phase.survey)
         clients = machine.upload(work.clients)
-        try:
-            rows = self._trained(clients, work, phase, step)
-        except Exception as error:  # nothing has changed yet but the lanes
-            if not machine.replays:
-                raise
-            machine.go_eager(error)
-            self._lanes = []
-            rows = self._trained(clients, work, phase, step)
+        rows = self._trained_somehow(clients, work, phase, step)
         shares = machine.upload(federation.shares(work.clients), self.weights.dtype)
         self._receive(rows, clients, shares, step)
         self._share(rows, surveyed, clients, shares, work, phase, step)
         return shares @ rows.losses
+
+    def _trained_somehow(self, clients: Tensor, work: Work, phase: Phase, step: int) -> Rows:
+        """What the clients of a round hand back; where the fast way fails, by the next one."""
+        try:
+            return self._trained(clients, work, phase, step)
+        except Exception as error:  # nothing has changed yet but the lanes and the rows
+            if not self.machine.replays:
+                raise
+            self._lanes = []
+            if self._abreast is None:
+                self.machine.go_eager(error)
+            else:
+                self._abreast, self._stackable = None, False
+                why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                warnings.warn(f"clients train in lanes, not abreast: {why}", RuntimeWarning, stacklevel=4)
+        return self._trained_somehow(clients, work, phase, step)
+
+    def _steps_abreast(self, work: Work, phase: Phase) -> int:
+        """How many steps all clients of a round can take abreast: the first ones, with whole batches."""
+        if not self._stackable or not phase_can_be_stacked(phase, self.federation.scheme):
+            return 0
+        return int((work.sizes == self.recipe.batch).all(0).cumprod().sum())
+
+    def _abreast_for(self, phase: Phase, steps: int, unroll: int) -> Abreast:
+        """The clients' common model with graphs of so many steps; made at the first round."""
+        if self._abreast is None:
+            rows = self._rows_of_round()
+            if self._in_a_pass < self.cohort:
+                rows = self._new_rows(self._in_a_pass)
+            where = self.federation, self.machine, self.packing
+            self._abreast = Abreast(*where, self.rate, self._most_steps, rows)
+        self._abreast.capture(phase, steps, unroll)
+        return self._abreast
 
     def _trained(self, clients: Tensor, work: Work, phase: Phase, step: int) -> Rows:
         """What the clients of a round hand back."""
@@ -169,28 +204,28 @@ class FedAvg:
         short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
         counts = machine.upload(work.sizes) if short and machine.replays else None
         batches = Batches(machine.upload(work.index), work.sizes, counts)
+        first = int(phase.first is not None)
+        unroll, ahead = unrolled(max(1, self._usual_steps - first)), self._steps_abreast(work, phase)
+        abreast = None
+        if ahead > first:
+            abreast = self._abreast_for(phase, ahead - first, unroll)  # before the rows are filled
         rows = self._send(clients)
-        first = 0
-        if phase.first is not None:
-            set_seed(federation.device, torch_seed(recipe.seed, "dropout", step))
+        seed = torch_seed(recipe.seed, "dropout", step)
+        if first:
+            set_seed(federation.device, seed)
             first_step_abreast(federation, machine, self.packing, rows, batches, phase, self.rate)
-            first = 1
-        self._train(rows, work, batches, phase, first, step)
+        if abreast is not None:
+            abreast.train(rows, batches, phase, first, ahead, seed, unroll)
+            first = ahead
+        if (work.steps() == first).all():
+            rows.losses.div_(first)
+        else:
+            self._train(rows, work, batches, phase, first, step, unroll)
         return rows
 
     def _send(self, clients: Tensor) -> Rows:
         """What each client of the round starts with: the server's, and what it keeps to itself."""
-        if self._rows is None:
-            m, c = self.cohort, self.statistics.shape[1]
-            keeps = self.recipe.local_state == "keep" or self.federation.scheme.before.first is not None
-            state = self.weights.new_zeros(m if keeps else 0, self.how.buffers(), self.packing.size)
-            statistics = torch.zeros(m, 2, c, device=self.weights.device, dtype=self.exact)
-            weights = self.weights.new_zeros(m, self.packing.size)
-            counts = torch.zeros_like(statistics[:, 0])
-            sent = torch.zeros_like(weights[: m if self.how.prox else 0])
-            taken, losses = weights.new_zeros(m), weights.new_zeros(m)
-            self._rows = Rows(weights, sent, state, taken, statistics, counts, losses)
-        rows = self._rows
+        rows = self._rows_of_round()
         rows.weights.copy_(self.weights)
         rows.statistics.copy_(self.statistics)
         for zero in (rows.state, rows.taken, rows.counts, rows.losses):
@@ -206,11 +241,24 @@ class FedAvg:
             rows.sent.copy_(rows.weights)
         return rows
 
-    def _train(self, rows: Rows, work: Work, batches: Batches, phase: Phase, first: int, step: int) -> None:
-        """Every client's local steps, lane beside lane."""
+    def _rows_of_round(self) -> Rows:
+        """A row for each client of a round; made once."""
+        if self._rows is None:
+            self._rows = self._new_rows(self.cohort)
+        return self._rows
+
+    def _new_rows(self, clients: int) -> Rows:
+        first = self.federation.scheme.before.first is not None
+        keeps = self.recipe.local_state == "keep" or first or self._stackable
+        sizes = clients, self.packing.size, self.statistics.shape[1]
+        return new_rows(*sizes, self.how, keeps, self.weights)
+
+    def _train(
+        self, rows: Rows, work: Work, batches: Batches, phase: Phase, first: int, step: int, unroll: int
+    ) -> None:
+        """Every client's local steps from `first` on, lane beside lane."""
         steps, machine = work.steps(), self.machine
         lanes = self._lanes_for(len(steps))
-        unroll = unrolled(max(1, self._usual_steps - first))
         seeds = [torch_seed(self.recipe.seed, "dropout", step, int(client)) for client in work.clients]
         if machine.replays:
             kinds = kinds_of(work.sizes, self.recipe.batch, first, unroll)
@@ -224,7 +272,7 @@ class FedAvg:
             if machine.replays:
                 lane = min(lanes, key=lambda lane: lane.queued)
             with torch.cuda.stream(lane.stream) if machine.replays else contextlib.nullcontext():
-                lane.load(rows, int(i), fresh=not first)
+                lane.load(rows, int(i), not first, self.statistics)
                 lane.train(phase, batches, int(i), first, seeds[i], unroll)
                 lane.store(rows, int(i), int(steps[i]))
             lane.queued += int(steps[i])

@@ -20,10 +20,12 @@ from torch._subclasses import FakeTensor
 from ..norm.fused import operator
 from ..norm.gradient import Batch, hold
 from ..norm.moments import written_out
-from ..norm.reduce import in_one_go
+from ..norm.reduce import in_one_go, over_channels
+from .convolution import client_conv
 
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _CONVOLUTION = {F.conv2d, torch.conv2d}
+_OF_CLIENTS = {client_conv, client_conv._opoverload}
 _LINEAR = {F.linear, torch._C._nn.linear}
 _ASSIGNMENTS = {python.setitem} | {  # x[i] = y, x += y and their like
     getattr(python, f"i{name}")
@@ -57,6 +59,7 @@ def fused_inductor(module: fx.GraphModule, example_inputs: list[Any]) -> Callabl
     fused = take_over_neighbours(module.graph)
     if any(isinstance(x, Tensor) and x.device.type == _REWRITTEN for x in example_inputs):
         convolve_by_patches(module.graph)
+        add_biases_apart(module.graph)
         flatten_as_it_lies(module.graph)
         if fused:  # else the compiler does better with torch's pooling
             pool_by_twos(module.graph)
@@ -82,7 +85,7 @@ def take_over_neighbours(graph: fx.Graph) -> int:
             continue
         taken += 1
         inner = z.all_input_nodes[0] if before else z
-        has_bias = inner.target in _CONVOLUTION and inner.args[_BIAS:]
+        has_bias = inner.target in _CONVOLUTION | _OF_CLIENTS and inner.args[_BIAS:]
         if has_bias and len(inner.users) == 1 and not _changes(graph, inner, node):
             shift = inner.args[_BIAS]
             inner.update_arg(_BIAS, None)
@@ -98,7 +101,7 @@ def take_over_neighbours(graph: fx.Graph) -> int:
 def _may_go(graph: fx.Graph, relu: fx.Node, node: fx.Node) -> bool:
     """Whether `node` may read the input of the ReLU before it: nobody else sees the ReLU, or changes that."""
     inner = relu.all_input_nodes[0]
-    unseen = inner.target in (_CONVOLUTION | _LINEAR) and len(inner.users) == 1
+    unseen = inner.target in (_CONVOLUTION | _OF_CLIENTS | _LINEAR) and len(inner.users) == 1
     return (unseen or not _in_place(relu)) and not _changes(graph, relu, node)
 
 
@@ -144,15 +147,20 @@ def convolve_by_patches(graph: fx.Graph) -> int:
     """Make the first convolution, of an image's few channels, a matrix product; returns how many there were.
 
     A library's kernels are made for many channels. The patches that the product needs, and that are kept for
-    the backward pass, are no larger than the output.
+    the backward pass, are no larger than the output; unless clients have weights of their own, for whom no
+    library has anything.
     """
     made = 0
-    for node in [n for n in graph.nodes if n.target in _CONVOLUTION and len(n.args) == 7]:
-        x, weight, bias, stride, padding, dilation, groups = node.args
+    for node in [n for n in graph.nodes if n.target in _CONVOLUTION | _OF_CLIENTS]:
+        settings = ((1, 1), (1, 1), (1, 1), 1) if node.target in _OF_CLIENTS else ()
+        if len(node.args) + len(settings) != 7:
+            continue
+        x, weight, bias, stride, padding, dilation, groups = (*node.args, *settings)
         image, kernel = _value(x), _value(weight)
         if image is None or kernel is None or image.requires_grad or isinstance(padding, str):
             continue
-        small = image.dim() == 4 and kernel.shape[1] <= 4 and kernel[0].numel() <= len(kernel)
+        *clients, outside, inside, height, width = kernel.shape
+        small = image.dim() == 4 and inside <= 4 and (clients or inside * height * width <= outside)
         if small and groups == 1 and _pair(dilation) == (1, 1):
             node.target = _product_of_patches
             node.args = (x, weight, bias, _pair(stride), _pair(padding))
@@ -163,15 +171,41 @@ def convolve_by_patches(graph: fx.Graph) -> int:
 def _product_of_patches(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
-    """A convolution, by way of (pixels, values of a patch) times (values of a patch, channels)."""
-    channels, _, height, width = weight.shape
+    """A convolution, by way of (pixels, values of a patch) times (values of a patch, channels).
+
+    The weights may be (clients, O, C, h, w), the bias (clients, O). Then there is a product for every image:
+    a client's weights have their gradient by many programs.
+    """
+    channels, inside, height, width = weight.shape[-4:]
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     patches = x.unfold(2, height, stride[0]).unfold(3, width, stride[1]).permute(0, 2, 3, 4, 5, 1)
-    filling = (0, -weight[0].numel() % 8)  # rows that memory likes
-    rows = F.pad(patches.flatten(3).flatten(0, 2), filling)
-    y = rows @ F.pad(weight.permute(0, 2, 3, 1).flatten(1), filling).t()
+    filling = (0, -(inside * height * width) % 8)  # rows that memory likes
+    turned = F.pad(weight.movedim(-3, -1).flatten(-3), filling).mT
+    if weight.dim() == 4:
+        y = F.pad(patches.flatten(3).flatten(0, 2), filling) @ turned
+    else:
+        each = len(x) // len(weight)
+        turned = turned[:, None].expand(-1, each, -1, -1).flatten(0, 1)
+        y = torch.bmm(F.pad(patches.flatten(3).flatten(1, 2), filling), turned)
     y = y.view(*patches.shape[:3], channels).permute(0, 3, 1, 2)
-    return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)
+    return y if bias is None else _with_bias(y, bias)
+
+
+def add_biases_apart(graph: fx.Graph) -> int:
+    """Take biases out of clients' convolutions, so that the compiler fuses the sum; returns how many."""
+    made = 0
+    for node in [n for n in graph.nodes if n.target in _OF_CLIENTS and n.args[_BIAS] is not None]:
+        bias = node.args[_BIAS]
+        node.update_arg(_BIAS, None)
+        with graph.inserting_after(node):
+            added = graph.call_function(_with_bias, (node, bias))
+        node.replace_all_uses_with(added, lambda user, added=added: user is not added)
+        made += 1
+    return made
+
+
+def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
+    return y + over_channels(bias.to(y.dtype), y)
 
 
 def flatten_as_it_lies(graph: fx.Graph) -> int:

@@ -7,22 +7,23 @@ any number of steps run side by side.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..norm.moments import Moments, Running, accumulator_dtype
+from ..norm.moments import accumulator_dtype
 from .device import Machine, capture, set_seed, weighted_loss
 from .federation import Federation
 from .optim import Local, local_step
 from .packing import Packing
 from .schemes import Phase
-from .sharing import Kept
+from .steps import fill_gradients, keep_seen
 
 _UNROLLED = 25  # local steps in one graph, at most
+_ALIGNED = 64  # values that rows of weights begin a multiple of apart: a GPU reads 16 bytes at a time
 
 
 class Rows(NamedTuple):
@@ -44,6 +45,31 @@ class Rows(NamedTuple):
     statistics: Tensor
     counts: Tensor
     losses: Tensor
+
+
+def new_rows(clients: int, size: int, channels: int, how: Local, keeps: bool, like: Tensor) -> Rows:
+    """Rows for so many clients, all 0.
+
+    Args:
+        clients: M.
+        size: d.
+        channels: C.
+        how: the clients' optimizer.
+        keeps: whether its state has a place.
+        like: for device and type.
+    """
+    exact = accumulator_dtype(like)
+    filling = -size % _ALIGNED if like.is_cuda else 0
+    weights = like.new_zeros(clients, size + filling)[:, :size]
+    return Rows(
+        weights,
+        torch.zeros_like(weights[: clients if how.prox else 0]),
+        like.new_zeros(clients if keeps else 0, how.buffers(), size),
+        like.new_zeros(clients),
+        like.new_zeros(clients, 2, channels, dtype=exact),
+        like.new_zeros(clients, channels, dtype=exact),
+        like.new_zeros(clients),
+    )
 
 
 class Batches(NamedTuple):
@@ -103,10 +129,11 @@ class Lane:
             self._generator = self._default.clone_state()
             self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
 
-    def load(self, rows: Rows, i: int, fresh: bool) -> None:
+    def load(self, rows: Rows, i: int, fresh: bool, shared: Tensor) -> None:
         """Take what client i of the round was sent; `fresh` if it has taken no step yet.
 
-        A round does this for every client, so it is a handful of calls.
+        After its first step a client's row holds what it has seen, and it normalizes with what is `shared`,
+        (2, C). A round does this for every client, so it is a handful of calls.
         """
         self.weights.copy_(rows.weights[i])
         if self.how.prox:
@@ -118,7 +145,7 @@ class Lane:
         else:
             zero += [self.state, self.taken]
         if self.statistics.numel():
-            self.statistics.copy_(rows.statistics[i])
+            self.statistics.copy_(rows.statistics[i] if fresh else shared)
             self.kept.copy_(rows.statistics[i])
         if not fresh:
             self.counts.copy_(rows.counts[i])
@@ -190,13 +217,8 @@ class Lane:
             layer.keep = keep  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
         loss = machine.call(weighted_loss, self.model, x, y, weights, machine.half)
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        fill_gradients(self.gradients, loss, self.parameters)
         with torch.no_grad():
-            found = [
-                torch.zeros_like(p) if g is None else g
-                for p, g in zip(self.parameters, gradients, strict=True)
-            ]
-            torch._foreach_copy_(self.gradients, found)
             machine.call(
                 local_step,
                 self.weights,
@@ -207,19 +229,9 @@ class Lane:
                 self.rate,
                 self.how,
             )
-            self._keep(phase)
+            kept, beta = (self.counts[None], self.kept[None]), federation.recipe.beta
+            keep_seen(self.layers, machine, phase, self.own_statistics, *kept, beta)  # pyrefly: ignore
             self.loss += loss.detach()
-
-    def _keep(self, phase: Phase) -> None:
-        """Add what the layers saw in a step to what the client keeps."""
-        wanted = phase.survey is None and (phase.share is not None or self.own_statistics)
-        found = [layer.rows(name, 1, wanted) for name, layer in self.layers.items()]  # pyrefly: ignore
-        if all(m is None for m in found):
-            return
-        layers = self.layers.values()
-        seen = [m or nothing_seen(layer.running()) for m, layer in zip(found, layers, strict=True)]  # pyrefly: ignore
-        beta = self.federation.recipe.beta
-        self.machine.call(add_step, phase.kept, self.counts, self.kept, seen, beta)
 
     def _graph(self, phase: Phase, whole: bool, steps: int) -> torch.cuda.CUDAGraph:
         key = id(phase), whole, steps
@@ -250,35 +262,6 @@ class Lane:
             return make()
         finally:
             self._default.graphsafe_set_state(before)
-
-
-def add_step(how: Kept, counts: Tensor, kept: Tensor, seen: Sequence[Moments], beta: float) -> None:
-    """Add one step to what a client keeps, all layers side by side, in place.
-
-    Args:
-        how: moments of all steps, or running statistics.
-        counts: (C,), values seen so far.
-        kept: (2, C), mean and variance so far, in float64 where the device has it.
-        seen: each layer's moments in the step, (1, c).
-        beta: momentum of running statistics.
-    """
-    mean, var = (torch.cat([getattr(m, k)[0] for m in seen]).to(kept.dtype) for k in ("mean", "var"))
-    count = torch.cat([_by_channel(m) for m in seen]).to(kept.dtype)
-    after = how.over_steps(Moments(counts, *kept), Moments(count, mean, var), beta)
-    counts.copy_(torch.as_tensor(after.count))
-    kept.copy_(torch.stack([after.mean, after.var]))
-
-
-def nothing_seen(like: Running) -> Moments:
-    """What a layer measured in a step that it took no part in, (1, c)."""
-    return Moments(0, torch.zeros_like(like.mean)[None], torch.zeros_like(like.var)[None])
-
-
-def _by_channel(seen: Moments) -> Tensor:
-    """One client's count, once for every channel, (c,)."""
-    mean = seen.mean[0]
-    count = seen.count
-    return count.flatten().expand_as(mean) if isinstance(count, Tensor) else torch.full_like(mean, count)
 
 
 def runs(flags: np.ndarray) -> list[tuple[bool, int]]:

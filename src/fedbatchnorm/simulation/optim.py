@@ -48,7 +48,7 @@ def clipped(rows: Tensor, limit: float) -> Tensor:
 def local_step(
     weights: Tensor, gradient: Tensor, state: Tensor, taken: Tensor, sent: Tensor, rate: Tensor, how: Local
 ) -> None:
-    """One step of a client's optimizer, in place.
+    """One step of a client's optimizer, in place; of many clients' where everything has a leading axis.
 
     FedProx's pull belongs to the loss and is clipped with it; weight decay does not, as in torch.
 
@@ -56,7 +56,7 @@ def local_step(
         weights: (d,), changed.
         gradient: (d,), of the loss.
         state: (buffers, d), changed.
-        taken: steps that the state has seen, changed.
+        taken: (), steps that the state has seen, changed.
         sent: (d,), the weights that the client was sent.
         rate: the learning rate.
         how: the optimizer.
@@ -70,14 +70,16 @@ def local_step(
         g = g + how.weight_decay * weights
     if how.adam:
         taken.add_(1)
-        first, second = (b * s + (1 - b) * x for b, s, x in zip(ADAM_BETAS, state, (g, g * g), strict=True))
-        state.copy_(torch.stack([first, second]))
-        unbiased = (1 - b**taken for b in ADAM_BETAS)
+        before = zip(ADAM_BETAS, state.unbind(-2), (g, g * g), strict=True)
+        first, second = (b * s + (1 - b) * x for b, s, x in before)
+        state.copy_(torch.stack([first, second], -2))
+        unbiased = (1 - b ** (taken[:, None] if taken.dim() else taken) for b in ADAM_BETAS)
         first, second = (s / u for s, u in zip((first, second), unbiased, strict=True))
         g = first / (second.sqrt() + ADAM_EPS)
     elif how.momentum:
-        g = how.momentum * state[0] + ((1 - how.momentum) * g if how.dampened else g)
-        state[0].copy_(g)
+        before = state[..., 0, :]
+        g = how.momentum * before + ((1 - how.momentum) * g if how.dampened else g)
+        before.copy_(g)
     weights.sub_(rate * g)
 
 

@@ -68,6 +68,7 @@ class Simulation:
         device: torch.device | str = "cpu",
         chunk: int | None = None,
         engine: Engine = "auto",
+        abreast: bool | None = None,
     ):
         """Set up a federation before its first round.
 
@@ -77,16 +78,19 @@ class Simulation:
             parts: for each client the indices of its training samples.
             recipe: how to train.
             device: where.
-            chunk: clients side by side: in one pass of distributed SGD, or in lanes of their own under
-                FedAvg on a GPU. Chosen by the device if not given.
+            chunk: clients side by side: in one pass, or in lanes of their own under FedAvg on a GPU. Chosen
+                by the device if not given.
             engine: `compiled` compiles the passes, and on a CUDA GPU replays rounds as CUDA graphs; `eager`
                 runs one operation after another; `auto` is `compiled` on a CUDA GPU and `eager` elsewhere.
                 Where compiling fails, a warning says so, and rounds are eager.
+            abreast: whether FedAvg's clients go through one pass, each with its own weights, where the scheme
+                allows it; an error if the model does not. If not given, they do on a CUDA GPU in TF32 and
+                bf16, unless the model or the scheme is in the way.
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1")
         self.recipe, self.device = recipe, torch.zeros(0, device=device).device  # with its number
-        self.machine = Machine(self.device, engine, recipe.precision)
+        self.machine = Machine(self.device, engine, recipe.precision, abreast)
         self.federation = Federation(model, data, parts, recipe, self.device)
         self.algorithm = ALGORITHMS[recipe.algorithm](self.federation, self.machine, chunk)
         self.model, self.data, self.layers = model, self.federation.data, self.federation.layers
