@@ -38,13 +38,13 @@ class Finding(NamedTuple):
 def convert(model: nn.Module, *, gradient: float | None = None, limit: float | None = None) -> nn.Module:
     """Make every BatchNorm of `model` a FederatedBatchNorm, in place, and return the model.
 
-    Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer is
-    refused, a `ConversionError` names all of them and nothing has been changed.
+    Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer
+    is refused, a `ConversionError` names all of them and nothing has been changed.
 
     Args:
         model: whatever you train.
         gradient: the share of BatchNorm's gradient in the backward pass, which holds the scale of the weights
-            under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.6 if not given.
+            under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.7 if not given.
             The forward pass does not depend on it. See docs/training.md.
         limit: the largest standard deviation of a normalized batch, before weight and bias; a wider batch is
             divided by its own deviation, which keeps large learning rates from diverging. 2 is a good value;
