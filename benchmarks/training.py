@@ -1,6 +1,6 @@
 """What trains well with BatchNorm in a federation: every scheme, over steps, splits, rates and seeds.
 
-    python benchmarks/training.py digits RUNS                     # on a CPU, one study; Ctrl-C and go on later
+    python benchmarks/training.py digits RUNS                     # on a CPU; Ctrl-C and start again
     python benchmarks/training.py steps RUNS --data-dir DIR       # on a GPU
     python benchmarks/training.py digits RUNS --json FILE         # collect what has finished
 
@@ -44,7 +44,7 @@ def axis(name, *values):
 
 
 def digits():
-    """Digits as a quickstart app trains them: ten clients, batches of 32, momentum 0.9 made anew each round."""
+    """Digits as a quickstart app trains them: ten clients, batches of 32, momentum 0.9, reset each round."""
     work = [
         {"local_steps": 1, "rounds": 100},
         {"local_epochs": 1, "rounds": 30},

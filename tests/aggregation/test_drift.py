@@ -16,13 +16,14 @@ def run(deviations, steps, share=FIRST_SHARE):
 
 
 def test_training_that_is_sound_gets_the_papers_gradient_with_one_step_a_round():
-    assert run([0.1] * 4, steps=1) == 0
+    assert run([0.1] * 100, steps=1) == 0
     assert run([SOUND * 0.99] * 1000, steps=1) == 0
+    assert run([0.1] * 10, steps=1) > 0.7  # not at once: what is let go too fast runs away
 
 
 def test_with_several_steps_a_part_is_always_held():
-    assert run([0.01] * 10, steps=10) == pytest.approx(LEAST)
-    assert 0 < run([0.01] * 10, steps=1.5) < LEAST
+    assert run([0.01] * 100, steps=10) == pytest.approx(LEAST)
+    assert run([0.01] * 100, steps=1.5) == pytest.approx(LEAST / 2)
 
 
 def test_what_runs_away_is_held_at_once_and_never_altogether():
@@ -34,7 +35,7 @@ def test_what_runs_away_is_held_at_once_and_never_altogether():
 def test_the_share_settles_where_drift_is_sound():
     """A federation whose drift is 2 x what is let through settles at a share of 1 - sound / 2."""
     share = torch.tensor(FIRST_SHARE, dtype=torch.float64)
-    for _ in range(50):
+    for _ in range(200):
         share = next_share(share, 2 * (1 - share), 1)
     assert share.item() == pytest.approx(1 - SOUND / 2)
 

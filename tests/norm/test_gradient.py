@@ -272,7 +272,7 @@ def test_convert_with_a_limit():
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1, float("inf"), float("nan"), "two", True])
 def test_a_limit_that_is_none(limit):
-    with pytest.raises(ValueError, match="limit is .* it must be a number from 1 on"):
+    with pytest.raises(ValueError, match=r"limit is .* it must be a number from 1 on"):
         fbn.convert(nn.Sequential(nn.BatchNorm1d(2)), limit=limit)
 
 
@@ -284,5 +284,5 @@ def test_a_share_that_is_none(share):
             fbn.convert(net, gradient=share)
         assert type(net[0]) is nn.BatchNorm1d
     fbn.convert(net)
-    with pytest.raises(ValueError, match="between 0 .* and 1"):
+    with pytest.raises(ValueError, match=r"between 0 .* and 1"):
         fbn.set_gradient(net, share)

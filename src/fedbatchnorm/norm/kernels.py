@@ -258,9 +258,9 @@ def _held_part(
     partials, held_pointer, seen_var_pointer, share_pointer, rows, runs,
     EPS: tl.constexpr, CHANNELS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each client's gradient loses: P + Q (x - u), P = share mean(g), Q = share mean(g b) / sqrt(var + eps).
+    """What each client's gradient loses: P + Q (x - u), with P = share mean(g).
 
-    The two are written to (clients, 2, c).
+    Q = share mean(g b) / sqrt(var + eps). The two are written to (clients, 2, c).
     """
     client = tl.program_id(1)
     share = tl.load(share_pointer).to(tl.float64)
@@ -330,7 +330,7 @@ def _backward(
         for_bias += tl.sum(gradient, 1)
         for_weight += tl.sum(gradient * centred, 1)
         if held_pointer is not None:
-            gradient -= level + slope * (x - centre)
+            gradient -= level + slope * (x - centre)  # pyrefly: ignore
             if not EVEN:
                 gradient = tl.where(row < left, gradient, 0.0)
         gradient *= scale

@@ -29,8 +29,8 @@ class FederatedBatchNorm(_BatchNorm):
     alone: they belong to the server. In evaluation it is torch's own BatchNorm.
 
     `gradient` is the share of BatchNorm's gradient that the backward pass takes (`norm.gradient`); 0 is the
-    paper's federated BatchNorm. `limit` is the largest standard deviation that a batch may come out with; None
-    is the paper's. Set them with `fedbatchnorm.set_gradient`.
+    paper's federated BatchNorm. `limit` is the largest standard deviation that a batch may come out with;
+    None is the paper's. Set them with `fedbatchnorm.set_gradient`.
     """
 
     gradient: float = GRADIENT

@@ -150,8 +150,8 @@ class Recipe:
     """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
     to 1; auto follows how far the statistics drift in a round."""
     limit: float | None = None
-    """For the scheme fbn: the largest standard deviation of a client's normalized batch. A wider one is divided
-    by its own deviation, so that weights that grow do not run away; no limit if not given."""
+    """For the scheme fbn: the largest standard deviation of a client's normalized batch. A wider one is
+    divided by its own deviation, so that weights that grow do not run away; no limit if not given."""
     blend: float = 0.5
     """For the scheme fbn_blend: the share of the batch's own statistics in the first round; it falls with
     the learning rate."""
