@@ -54,12 +54,22 @@ class BlendedNorm(HybridNorm):
         return y * self.weight.view(shape) + self.bias.view(shape)
 
 
-def merge_values(model, clients, beta):
+def merge_values(model, clients, beta, population=None):
     """The running update with the union of all values that the clients' layers saw."""
     for layer, *theirs in zip(norms(model), *(norms(client) for client in clients), strict=True):
         values = torch.cat([other.values for other in theirs], 1)
+        var = values.var(1)
+        if population is not None and population > len(clients):
+            counts = torch.tensor([other.values.shape[1] for other in theirs]).double()
+            means = torch.stack([other.values.mean(1) for other in theirs])
+            weights = counts / counts.sum()
+            between = (weights[:, None] * (means - values.mean(1)).square()).sum(0)
+            within = values.var(1, unbiased=False) - between
+            q, n = weights.square().sum(), (counts.sum() * population / len(clients)).round()
+            factor = (1 - q * len(clients) / population) / (1 - q)
+            var = (within + factor * between) * n / (n - 1)
         layer.running_mean.lerp_(values.mean(1), beta)
-        layer.running_var.lerp_(values.var(1), beta)
+        layer.running_var.lerp_(var, beta)
         layer.num_batches_tracked += 1
 
 
@@ -232,10 +242,10 @@ class FedAvgTwin:
         seen = work.sizes.sum(1)
         steps = float((seen * (work.sizes > 0).sum(1)).sum() / seen.sum())
         if r.scheme == "fbn_blend":
-            merge_values(self.model, trained, 1 - (1 - r.beta) ** steps)
+            merge_values(self.model, trained, 1 - (1 - r.beta) ** steps, len(self.parts))
         elif r.scheme == "fbn":
             shared = fbn.statistics(fbn.convert(copy.deepcopy(self.model)))
-            merged = fbn.merge(shared, updates, steps=steps).statistics
+            merged = fbn.merge(shared, updates, steps=steps, population=len(self.parts)).statistics
             for name, running in merged.items():
                 layer = self.model.get_submodule(name)
                 layer.running_mean.copy_(running.mean)

@@ -351,7 +351,7 @@ class FedAvg:
         mean, var = self.statistics.to(self.exact)
         total = torch.as_tensor(kept.count).sum(0)
         if self.recipe.is_plain():
-            return phase.kept.merge(mean, var, kept, shares, beta, total)
+            return phase.kept.merge(mean, var, kept, shares, beta, total, self.federation.population(phase))
         _, lying = self.recipe.shares_of_cohort()
         total = total * (1 + lying / self.cohort)  # Byzantine clients claim as many values as the others
 

@@ -20,7 +20,7 @@ from ..norm.moments import Running
 from .device import own_random_state
 from .fold import fold
 from .recipe import Recipe, stream
-from .schemes import SCHEMES
+from .schemes import SCHEMES, Phase
 
 
 def draw(parts: Sequence[np.ndarray], batch: int, rng: np.random.Generator) -> np.ndarray:
@@ -152,6 +152,11 @@ class Federation:
             return np.arange(honest)
         rng = stream(self.recipe.seed, "cohort", step)
         return np.sort(rng.choice(len(self.parts), honest, replace=False))
+
+    def population(self, phase: Phase) -> int | None:
+        """How many clients a cohort stands for, where the phase corrects for those that are not in it."""
+        everybody = len(self.parts)
+        return everybody if phase.population and self.recipe.shares_of_cohort()[0] < everybody else None
 
     def batches(self, step: int) -> np.ndarray:
         """Distributed SGD: indices of one batch for each client, (n, batch)."""

@@ -60,6 +60,7 @@ class Phase(NamedTuple):
     survey: statistics come from a pass of their own, not from the training steps.
     learned: parameters of a layer that `normalise` takes beside weight and bias, one value a channel; they
         start at 0.
+    population: the spread between the clients of a cohort is corrected to that between all clients.
     settings: of the recipe, which `normalise` takes by name: the gradient's share, the blend.
     """
 
@@ -72,6 +73,7 @@ class Phase(NamedTuple):
     first: Normalize | None = None
     survey: Survey | None = None
     learned: tuple[str, ...] = ()
+    population: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -110,8 +112,9 @@ def group_norm(layer: _BatchNorm, groups: int) -> nn.Module:
 
 _NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)
 _UNION = Phase(with_own_batch, merge_exactly, union=True)
-_FBN = Phase(with_shared, merge_exactly, robust_update, kept=MOMENTS, settings=("gradient", "limit"))
-_BLEND = Phase(with_blend, merge_exactly, robust_update, kept=MOMENTS, settings=("blend",))
+_MERGED = Phase(with_shared, merge_exactly, robust_update, kept=MOMENTS, population=True)
+_FBN = _MERGED._replace(settings=("gradient", "limit"))
+_BLEND = _MERGED._replace(normalise=with_blend, settings=("blend",))
 _LOCAL = Phase(with_own_batch, None)
 _FEDTAN = _NAIVE._replace(first=with_all_clients)
 _HBN_SURVEY = Survey(images=64, momentum=0.002, by_images=True, again=True)

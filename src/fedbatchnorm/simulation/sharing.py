@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..aggregation.cohort import cohort_factor, population_count
 from ..aggregation.statistics import split_layers
 from ..norm.moments import Moments, Running, accumulator_dtype, update_running
 
@@ -104,8 +105,9 @@ class Kept(NamedTuple):
     over_steps: (kept, seen in a step, beta) -> kept; before the first step the count is 0, and mean and
     variance
         are the running ones.
-    merge: (mean (C,), var (C,), kept (M, C), shares (M,), beta, total (C,)) -> the next mean and variance.
-    rows: the same arguments but for the shares -> the rows (M, C) of running means and variances that a
+    merge: (mean (C,), var (C,), kept (M, C), shares (M,), beta, total (C,), population) -> the next mean and
+        variance.
+    rows: the first of these arguments, without the shares -> the rows (M, C) of running means and variances that a
         robust server forms, which Byzantine clients may lie about.
     """
 
@@ -115,7 +117,13 @@ class Kept(NamedTuple):
 
 
 def merge_moments(
-    mean: Tensor, var: Tensor, kept: Moments, shares: Tensor, beta: float, total: Tensor
+    mean: Tensor,
+    var: Tensor,
+    kept: Moments,
+    shares: Tensor | None,
+    beta: float,
+    total: Tensor,
+    population: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The next statistics from the moments of clients of any size: the total-variance merge, in float64.
 
@@ -128,6 +136,8 @@ def merge_moments(
         shares: not used: clients weigh by what they saw.
         beta: the momentum of the whole round.
         total: (C,), N.
+        population: how many clients there are, where the spread between those of a cohort stands for that
+            between all; None for no correction.
 
     Example:
         >>> kept = Moments(torch.tensor([[1.0], [3.0]]), torch.tensor([[4.0], [0.0]]), torch.zeros(2, 1))
@@ -136,7 +146,11 @@ def merge_moments(
     """
     weights = kept.count / torch.as_tensor(kept.count).sum(0).clamp(min=1)
     union = (weights * kept.mean).sum(0)
-    spread = (weights * (kept.var + (kept.mean - union).square())).sum(0)
+    between = (kept.mean - union).square()
+    if population is not None:
+        between = between * cohort_factor(torch.as_tensor(kept.count), population)
+        total = torch.as_tensor(population_count(total, len(kept.mean), population)).round()
+    spread = (weights * (kept.var + between)).sum(0)
     unbiased = total / (total - 1).clamp(min=1) * spread
     mean = torch.where(total > 0, (1 - beta) * mean + beta * union, mean)  # a layer may have seen nothing
     return mean, torch.where(total > 1, (1 - beta) * var + beta * unbiased, var)
@@ -152,7 +166,13 @@ def moment_rows(
 
 
 def average_running(
-    mean: Tensor, var: Tensor, kept: Moments, shares: Tensor, beta: float, total: Tensor
+    mean: Tensor,
+    var: Tensor,
+    kept: Moments,
+    shares: Tensor,
+    beta: float,
+    total: Tensor,
+    population: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean of the clients' running statistics: the variance between clients is lost."""
     shares = shares.to(kept.mean.dtype)

@@ -78,7 +78,8 @@ def calibrate(federation: Federation, machine: Machine) -> None:
     sizes = [layer.num_features for layer in federation.layers.values()]
     zero, one = torch.zeros_like(seen.mean[0]), torch.ones_like(seen.mean[0])
     total = torch.as_tensor(seen.count).sum(0)
-    merged = merge_moments(zero, one, seen, None, CALIBRATION.momentum, total)  # pyrefly: ignore
+    population = federation.population(federation.scheme.before)
+    merged = merge_moments(zero, one, seen, None, CALIBRATION.momentum, total, population)
     with torch.no_grad():
         parts = zip(federation.layers.values(), *(m.split(sizes) for m in merged), strict=True)
         for layer, mean, var in parts:
