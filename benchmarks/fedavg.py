@@ -65,6 +65,8 @@ PARTS = {
         "FBN, TF32": lambda: ours(**STEPS, **TF32),
         "FBN, bf16": lambda: ours(**STEPS, **BF16),
         "FBN, momentum and clipping, TF32": lambda: ours(**STEPS, **TF32, momentum=0.9, clip=1.0),
+        "FBN, gradient auto, TF32": lambda: ours(**STEPS, **TF32, gradient="auto"),
+        "FBN, gradient auto, limit, TF32": lambda: ours(**STEPS, **TF32, gradient="auto", limit=2.0),
         "naive, TF32": lambda: ours(**STEPS, **TF32, scheme="naive"),
         "GroupNorm, TF32": lambda: ours(**STEPS, **TF32, scheme="groupnorm"),
         "FBN, lanes, TF32": lambda: ours(**STEPS, **TF32, **LANES),

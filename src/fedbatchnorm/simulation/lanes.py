@@ -272,7 +272,7 @@ def runs(flags: np.ndarray) -> list[tuple[bool, int]]:
         [(True, 2), (False, 1), (True, 1)]
     """
     ends = [*(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)] if len(flags) else []
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     return [(bool(flags[a]), b - a) for a, b in zip(starts, ends, strict=True)]
 
 
@@ -286,8 +286,9 @@ def kinds_of(sizes: np.ndarray, batch: int, first: int, unroll: int) -> list[tup
         unroll: how many whole steps one graph may hold.
 
     Example:
-        >>> kinds_of(np.array([[8, 8, 8, 3], [8, 8, 0, 0]]), batch=8, first=0, unroll=2)
-        [(True, 2), (True, 1), (False, 1)]
+        >>> sizes = np.array([[8, 8, 8, 3], [8, 8, 0, 0]])
+        >>> kinds_of(sizes, batch=8, first=0, unroll=2), kinds_of(sizes, batch=8, first=2, unroll=2)
+        ([(True, 2), (True, 1), (False, 1)], [(True, 1), (False, 1)])
     """
     found = set()
     for row in np.unique(sizes, axis=0):

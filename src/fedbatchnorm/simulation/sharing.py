@@ -107,8 +107,8 @@ class Kept(NamedTuple):
         are the running ones.
     merge: (mean (C,), var (C,), kept (M, C), shares (M,), beta, total (C,), population) -> the next mean and
         variance.
-    rows: the first of these arguments, without the shares -> the rows (M, C) of running means and variances that a
-        robust server forms, which Byzantine clients may lie about.
+    rows: the first of these arguments, without the shares -> the rows (M, C) of running means and variances
+        that a robust server forms, which Byzantine clients may lie about.
     """
 
     over_steps: Callable[[Moments, Moments, float], Moments]
