@@ -200,6 +200,26 @@ def test_compiled(backend):
         torch.testing.assert_close(got, w)
 
 
+@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_share_in_a_tensor_leaves_one_graph(clients, limit):
+    """As rounds are captured on a GPU: nothing may ask the tensor for its value."""
+    x, running, weight, bias, g = case((8, 5, 4, 4))
+    share = torch.tensor(0.7, dtype=torch.float64)
+
+    def layer(x, share):
+        return normalise(x, running, clients=clients, weight=weight, bias=bias, gradient=share, limit=limit)[
+            0
+        ]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    want = gradients(layer(x, 0.7), (x, weight, bias), g)
+    for got in (gradients(f(x, share), (x, weight, bias), g) for f in (compiled, layer)):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_with_activation_checkpointing():
     x = torch.randn(6, 1, 8, 8, dtype=torch.float64)
     net, want = model(0.9), loss_gradients(model(0.9), x)

@@ -137,13 +137,11 @@ def with_constants(
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
     plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
     plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
+    # A share in a tensor is not asked for its value: nobody waits for the device, and graphs stay whole.
+    held = (isinstance(gradient, Tensor) or gradient != 0) and x.numel() > 0
+    watched = x.requires_grad or in_transform() or torch.compiler.is_compiling()
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated
-    if (
-        gradient
-        and not forward_mode
-        and x.numel()
-        and (x.requires_grad or in_transform() or torch.compiler.is_compiling())
-    ):
+    if held and watched and not forward_mode:
         assert seen is not None
         batch = Batch(seen.mean, seen.var, running.eps, keep)
         alone = len(seen.mean) == 1 and keep is None and x.dtype == mean.dtype
