@@ -50,10 +50,13 @@ FEDAVG = {
     "server_lr": 0.5,
     "calibrate": True,
     "augment": True,
+    "gradient": 0.5,
+    "limit": 2.0,
 }
 USED = {  # only where something else asks for it
     "decay": {"schedule": "exponential", "decay": 0.9},
     "groups": {"scheme": "groupnorm", "groups": 4},
+    "blend": {"scheme": "fbn_blend", "blend": 0.2},
     "server_momentum": {"server": "momentum", "server_momentum": 0.5},
 }
 
@@ -94,6 +97,7 @@ def test_what_a_run_does_not_use_does_not_change_its_name():
         {"momentum": 0.0, "momentum_kind": "dampened", "local_state": "keep"},
         {"scheme": "groupnorm", "beta": 0.5, "calibrate": True},
         {"scheme": "hbn", "beta": 0.5},
+        {"scheme": "naive", "gradient": "auto", "limit": 2.0, "blend": 0.1},
     ):
         used = {name: unused[name] for name in ("optimizer", "scheme") if name in unused}
         used |= {"momentum": 0.0} if unused.get("momentum") == 0 else {}

@@ -236,6 +236,9 @@ PLAIN = {  # what every new field is where nothing else is asked for
     "calibrate": False,
     "augment": False,
     "groups": 2,
+    "gradient": 0.0,
+    "limit": None,
+    "blend": 0.5,
 }
 USUAL = {
     "dsgd": {

@@ -54,22 +54,26 @@ class BlendedNorm(HybridNorm):
         return y * self.weight.view(shape) + self.bias.view(shape)
 
 
+def variance(parts, population=None):
+    """Unbiased variance of all clients' values, (c, k) each; of the population if that is larger than these."""
+    values = torch.cat(parts, 1)
+    if population is None or population <= len(parts):
+        return values.var(1)
+    weights = torch.tensor([part.shape[1] for part in parts]).double() / values.shape[1]
+    means = torch.stack([part.mean(1) for part in parts])
+    between = (weights[:, None] * (means - values.mean(1)).square()).sum(0)
+    within = values.var(1, unbiased=False) - between
+    q, n = weights.square().sum(), round(values.shape[1] * population / len(parts))
+    factor = (1 - q * len(parts) / population) / (1 - q)
+    return (within + factor * between) * n / (n - 1)
+
+
 def merge_values(model, clients, beta, population=None):
     """The running update with the union of all values that the clients' layers saw."""
     for layer, *theirs in zip(norms(model), *(norms(client) for client in clients), strict=True):
-        values = torch.cat([other.values for other in theirs], 1)
-        var = values.var(1)
-        if population is not None and population > len(clients):
-            counts = torch.tensor([other.values.shape[1] for other in theirs]).double()
-            means = torch.stack([other.values.mean(1) for other in theirs])
-            weights = counts / counts.sum()
-            between = (weights[:, None] * (means - values.mean(1)).square()).sum(0)
-            within = values.var(1, unbiased=False) - between
-            q, n = weights.square().sum(), (counts.sum() * population / len(clients)).round()
-            factor = (1 - q * len(clients) / population) / (1 - q)
-            var = (within + factor * between) * n / (n - 1)
-        layer.running_mean.lerp_(values.mean(1), beta)
-        layer.running_var.lerp_(var, beta)
+        parts = [other.values for other in theirs]
+        layer.running_mean.lerp_(torch.cat(parts, 1).mean(1), beta)
+        layer.running_var.lerp_(variance(parts, population), beta)
         layer.num_batches_tracked += 1
 
 

@@ -21,7 +21,7 @@ from fedbatchnorm.simulation.simulator import Simulation
 from fedbatchnorm.simulation.survey import calibrate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fedavg_twin import FedAvgTwin, norms
+from fedavg_twin import FedAvgTwin, norms, variance
 from test_fedavg import SCHEMES_HERE, assert_same, both, federation
 from test_simulator import assert_same_model
 from test_simulator import federation as dsgd_federation
@@ -625,8 +625,9 @@ def calibrated(net, simulation):
             for layer, (mean, var) in zip(layers, copied, strict=True):
                 layer.running_mean, layer.running_var = mean, var
     for layer in layers:
-        values = torch.cat([x.flatten(1) for x in inputs[layer]], dim=1)
-        layer.running_mean, layer.running_var = values.mean(1), values.var(1)
+        parts = [x.flatten(1) for x in inputs[layer]]
+        population = simulation.recipe.clients if simulation.recipe.scheme in ("fbn", "fbn_blend") else None
+        layer.running_mean, layer.running_var = torch.cat(parts, 1).mean(1), variance(parts, population)
         layer.num_batches_tracked.zero_()
         layer._forward_pre_hooks.clear()
     return net

@@ -89,7 +89,7 @@ def test_factories_of_the_user_s_own(own):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet", "'resnet' is not known; choose from cnn, cnn16, mlp, resnet20, resnet18, or name"),
+        ("resnet", "'resnet' is not known; choose from cnn, cnn16, mlp, resnet20, resnet18, plain9, or name"),
         ("no_such_module:f", "cannot be imported"),
         ("my_own_models:none", "cannot be imported"),
         ("my_own_models:number", "is a int, not a function"),

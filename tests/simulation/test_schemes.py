@@ -13,7 +13,7 @@ LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNo
 
 def test_the_schemes_are_there():
     assert PAPER == ("centralized", "fbn", "fixbn", "naive")
-    more = {"groupnorm", "layernorm", "hbn", "fedbn", "silobn", "fedtan", "none"}
+    more = {"groupnorm", "layernorm", "hbn", "fedbn", "silobn", "fedtan", "none", "fbn_blend"}
     assert set(SCHEMES) == {*PAPER, *more}
     for name, scheme in SCHEMES.items():
         changes = scheme.before is not scheme.after

@@ -130,9 +130,9 @@ MODELS: dict[str, Factory] = {
     "cnn": cnn,
     "cnn16": cnn16,
     "mlp": mlp,
-    "plain9": plain9,
     "resnet20": resnet20,
     "resnet18": resnet18,
+    "plain9": plain9,
 }
 
 

@@ -128,12 +128,6 @@ SCHEMES: dict[str, Scheme] = {
         "Centralised", "BatchNorm on the union of all batches", _UNION, _UNION, algorithms=("dsgd",)
     ),
     "fbn": Scheme("FBN", "shared statistics as constants; total-variance merge", _FBN, _FBN),
-    "fbn_blend": Scheme(
-        "FBN, blended",
-        "shared statistics with a share of the batch's, which falls with the rate",
-        _BLEND,
-        _BLEND,
-    ),
     "fixbn": Scheme("FixBN", "naive, then frozen from the switch step on", _NAIVE, Phase(with_frozen, None)),
     "naive": Scheme("Naive BN", "each client's own batch; running statistics averaged", _NAIVE, _NAIVE),
     "groupnorm": Scheme(
@@ -183,6 +177,12 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "none": Scheme(
         "No norm", "the layers removed", _LOCAL, _LOCAL, replace=lambda layer, groups: nn.Identity()
+    ),
+    "fbn_blend": Scheme(
+        "FBN, blended",
+        "shared statistics with a share of the batch's, which falls with the rate",
+        _BLEND,
+        _BLEND,
     ),
 }
 PAPER = ("centralized", "fbn", "fixbn", "naive")  # the schemes that the paper compares
