@@ -1,6 +1,7 @@
 """What moves while a federation trains on digits, by layer: weights, variances, gradients, drift.
 
-    python benchmarks/dynamics.py --json results/training/dynamics.json     # some minutes on one core
+    python benchmarks/dynamics.py --json results/training/dynamics.json            # ten minutes on one core
+    python benchmarks/dynamics.py --shares --json results/training/constant.json   # five
 
 Ten clients train for one epoch a round with ordinary SGD: the study `digits` of training.py at learning rate
 0.05, without clipping. A convolution and the BatchNorm layer behind it are a layer here. In each round, over
@@ -12,6 +13,9 @@ all clients and local steps:
 - radial: the part of that gradient along the weights, channel by channel: sqrt(sum <g, w / |w|>^2) / |g|;
 - level: the norm of the gradient of the convolution's bias, which moves a channel's mean and nothing else;
 - drift: of the union's mean, in standard deviations (aggregation/drift.py).
+
+`--shares` gives the accuracy at the end for constant shares of BatchNorm's gradient, without a limit: there, and
+for an MLP with the paper's recipe, distributed SGD with dampened momentum.
 """
 
 import argparse
@@ -47,6 +51,9 @@ SETTING = {"algorithm": "fedavg", "dataset": "digits", "model": "cnn16", "client
 SETTING |= {"local_epochs": 1, "rounds": 30, "lr": 0.05, "calibrate": True}
 
 
+PAPER = {"dataset": "digits", "model": "mlp", "clients": 10, "batch": 10, "rounds": 300}
+RECIPES = {"FedAvg, 1 epoch, `cnn16`": SETTING, "the paper's recipe, `mlp`": PAPER}
+SHARES = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
 BY_LAYER = ("weights", "variance", "gradient", "radial", "level", "drift")
 
 
@@ -136,24 +143,42 @@ def rounded(value):
     return value
 
 
+def traces(seeds):
+    for seed, (split, where), (name, how) in itertools.product(
+        range(seeds), SPLITS.items(), CONTENDERS.items()
+    ):
+        row = {"split": split, "contender": name, "seed": seed}
+        row |= trace(Run(**SETTING, **where, **how, seed=seed))
+        print(f"{split:<15} {name:<13} seed {seed}: {100 * row['accuracy'][-1]:.1f}", flush=True)
+        yield row
+
+
+def final_accuracies(seeds):
+    for (recipe, setting), (split, where), share, seed in itertools.product(
+        RECIPES.items(), SPLITS.items(), SHARES, range(seeds)
+    ):
+        config = Run(**setting, **where, gradient=share, seed=seed)
+        simulation, _ = federation(config, torch.device("cpu"), None)
+        while simulation.step < config.rounds:
+            simulation.round()
+        accuracy = simulation.evaluate().accuracy
+        print(f"{recipe}, {split}, share {share}, seed {seed}: {100 * accuracy:.1f}", flush=True)
+        yield {"recipe": recipe, "split": split, "share": share, "seed": seed, "accuracy": accuracy}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shares", action="store_true", help="accuracies for constant shares, in place of traces"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--json", type=Path, required=True, help="where the results go")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for seed, (split, where), (name, how) in itertools.product(
-        range(args.seeds), SPLITS.items(), CONTENDERS.items()
-    ):
-        row = {"split": split, "contender": name, "seed": seed} | trace(
-            Run(**SETTING, **where, **how, seed=seed)
-        )
-        rows.append(json.dumps(rounded(row)))
-        print(f"{split:<15} {name:<13} seed {seed}: {100 * row['accuracy'][-1]:.1f}", flush=True)
-    head = result(args, "cpu") | {"setting": SETTING}
-    lines = ",\n  ".join(rows)
+    head = result(args, "cpu") | ({} if args.shares else {"setting": SETTING})
+    found = final_accuracies(args.seeds) if args.shares else traces(args.seeds)
+    lines = ",\n  ".join(json.dumps(rounded(row)) for row in found)
     args.json.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n')
 
 

@@ -265,7 +265,8 @@ def dynamics(result):
             axis.set_yscale("log" if logarithmic else "linear")
         low, high = zip(*(axis.get_ylim() for axis in line_of_panels), strict=True)
         for axis in line_of_panels:
-            axis.set_ylim(min(low) if logarithmic else 0, max(high))
+            axis.set_ylim(0 if name == "radial" else min(low), max(high))
+            axis.yaxis.set_major_formatter("{x:g}")
         line_of_panels[0].set_ylabel(label)
     for layer, axis in enumerate(panels[1]):
         axis.set_title(f"{shown}, layer {layer + 1}")
@@ -282,7 +283,29 @@ def middle_of(values):
     return middle if math.isfinite(middle) else math.nan
 
 
-SECTIONS = {"dynamics": where_measured, "digits": digits, "steps": steps, "paper": paper}
+def constant(result):
+    """Accuracy at the end for constant shares, recipe and split by row."""
+    rows, found = result["rows"], {}
+    for row in rows:
+        place = found.setdefault((row["recipe"], row["split"]), {})
+        place.setdefault(row["share"], []).append(row["accuracy"] or 0.0)
+    shares, seeds = sorted({row["share"] for row in rows}), len({row["seed"] for row in rows})
+    lines = [[*place, *line(cell, shares, seeds)] for place, cell in found.items()]
+    machine = result["machine"]
+    return (
+        f"Accuracy in percent at the end, digits, constant shares, no limit, {count_of(seeds, 'seed')}. "
+        f"`python benchmarks/dynamics.py --shares`, {machine['name']}, torch {machine['torch']}, commit "
+        f"{result['commit']}.\n\n" + table(["", "data", *(f"share {share:g}" for share in shares)], lines)
+    )
+
+
+SECTIONS = {
+    "dynamics": where_measured,
+    "constant": constant,
+    "digits": digits,
+    "steps": steps,
+    "paper": paper,
+}
 
 
 def page(text, results=RESULTS):

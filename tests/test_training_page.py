@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SECTIONS = ("dynamics", "constant", "digits", "steps", "paper")
 OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
-MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("dynamics", "digits", "steps", "paper"))
+MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 
 
 @pytest.fixture
@@ -121,12 +122,23 @@ def test_the_paper_s_recipe(page):
     ]
 
 
+def test_constant_shares(page):
+    rows = [
+        {"recipe": "a recipe", "split": "iid", "share": share, "seed": seed, "accuracy": accuracy}
+        for share, accuracies in ((0.0, (0.5, 0.7)), (1.0, (0.2, 0.2)))
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    machine = {"name": "a machine", "torch": "2.0", "threads": 1}
+    text = page.constant({"rows": rows, "machine": machine, "commit": "c0ffee"})
+    assert cells(text, "a recipe") == ["a recipe", "iid", "**60.0 ± 14.1**", "20.0 ± 0.0"]
+
+
 def test_a_page_without_results_says_so_and_one_without_marks_is_an_error(page, tmp_path):
     text = page.page(MARKS, tmp_path)
-    assert text.count("Not run.") == 4
+    assert text.count("Not run.") == 5
     assert page.page(text, tmp_path) == text
     (tmp_path / "digits.json").write_text(json.dumps(study("digits", [run(0.5)])))
-    assert page.page(text, tmp_path).count("Not run.") == 3
+    assert page.page(text, tmp_path).count("Not run.") == 4
     with pytest.raises(ValueError, match="no marks for steps"):
         page.page(MARKS.replace("<!-- steps -->", ""), tmp_path)
 
