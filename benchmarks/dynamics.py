@@ -10,12 +10,13 @@ all clients and local steps:
 - weights: the norm of the convolution's weights after the round, over that at the start;
 - variance: the mean over channels of the running variance after the round;
 - gradient: the norm of the gradient of the convolution's weights;
-- radial: the part of that gradient along the weights, channel by channel: sqrt(sum <g, w / |w|>^2) / |g|;
+- radial: the part of that gradient along the weights, channel by channel: sqrt(sum <g, w / |w|>^2) / |g|,
+  over the steps whose gradient is not 0;
 - level: the norm of the gradient of the convolution's bias, which moves a channel's mean and nothing else;
 - drift: of the union's mean, in standard deviations (aggregation/drift.py).
 
-`--shares` gives the accuracy at the end for constant shares of BatchNorm's gradient, without a limit: there, and
-for an MLP with the paper's recipe, distributed SGD with dampened momentum.
+`--shares` gives the accuracy at the end for constant shares of BatchNorm's gradient, without a limit: in that
+setting, and for an MLP with the paper's recipe, distributed SGD with dampened momentum.
 """
 
 import argparse
@@ -58,7 +59,7 @@ BY_LAYER = ("weights", "variance", "gradient", "radial", "level", "drift")
 
 
 def radial(weight, gradient):
-    """How much of a gradient is along the weights, channel by channel."""
+    """How much of a gradient is along the weights, channel by channel; NaN for a gradient of 0."""
     w, g = weight.flatten(1).double(), gradient.flatten(1).double()
     along = (w * g).sum(1) / w.norm(dim=1)
     return (along.norm() / g.norm()).item()
@@ -89,7 +90,7 @@ class Watch:
 
     def round(self):
         """By quantity and layer: means over the round's clients and steps, and the merge's drift."""
-        means = torch.tensor(self.steps, dtype=torch.float64).mean(0).tolist()
+        means = torch.tensor(self.steps, dtype=torch.float64).nanmean(0).tolist()
         self.steps = []
         return dict(zip(("gradient", "radial", "level"), means, strict=True)) | {"drift": self.moved}
 
