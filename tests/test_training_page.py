@@ -1,0 +1,148 @@
+"""docs/training.md is what the results say; from made-up results, where every count can be seen."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECTIONS = ("dynamics", "constant", "digits", "steps", "paper")
+OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
+MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in ("training_table", "table", "pictures"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import training_table
+
+    return training_table
+
+
+def study(name, rows, common=None, **more):
+    environments = [["a machine", "2.0", "c0ffee-changed"]]
+    head = {"study": name, "common": common or {}, "environments": environments, "missing": 0}
+    return head | {"rows": rows} | more
+
+
+def run(accuracy, scheme="naive", seed=0, **more):
+    how = OURS if scheme == "ours" else {"scheme": scheme, "gradient": 0.0}
+    where = {"model": "cnn16", "partition": "gamma", "gamma": 0.0, "alpha": 0.1}
+    work = {"local_epochs": 1, "lr": 0.05}
+    return where | work | how | {"seed": seed, "accuracy": accuracy} | more
+
+
+def cells(text, first):
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_page_is_what_the_results_say():
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "training_table.py", "--check"], check=True)
+
+
+def test_a_cell_has_its_seeds_and_a_row_its_best(page):
+    rows = [
+        run(0.8, seed=0),
+        run(0.9, seed=1),
+        run(0.95, "ours"),
+        run(0.7, "hbn", seed=0),
+        run(0.7, "hbn", 1),
+    ]
+    text = page.digits(study("digits", rows))
+    plain, *rest, hbn, blend, ours = cells(text, "1 epoch")[3:]
+    assert (plain, hbn, blend, ours) == ("85.0 ± 7.1", "70.0 ± 0.0", "not run", "**95.0** [1]")
+    assert set(rest) == {"not run"}
+    assert "2 seeds" in text
+    assert "commit c0ffee with uncommitted changes" in text
+
+
+def test_columns_are_told_apart_by_share_and_limit(page):
+    rows = [run(0.5, "fbn"), run(0.9, "ours"), run(0.1, "fbn", gradient=0.3), run(0.2, "fbn", limit=2.0)]
+    text = page.digits(study("digits", rows))
+    assert cells(text, "1 epoch")[6] == "50.0"
+    assert cells(text, "1 epoch")[9] == "**90.0**"
+
+
+def test_how_often_each_is_close_is_counted_where_something_trains(page):
+    rows = []
+    for rate, plain, ours in ((0.01, 0.49, 0.1), (0.05, 0.9, 0.88), (0.1, 0.9, 0.6), (0.2, 0.5, 0.99)):
+        rows += [run(plain, lr=rate), run(ours, "ours", lr=rate)]
+    text = page.digits(study("digits", rows))
+    assert cells(text, "all")[1::6] == ["2 of 3", "2 of 3"]
+    assert "Ours is within 2 points of the best in 2 of 3 cells. Furthest behind:" in text
+    (behind,) = [line for line in text.splitlines() if line.startswith("- ")]
+    assert behind == "- one class each, `cnn16`, 1 epoch, lr 0.1, no clipping: 60.0 against 90.0 (plain)"
+
+
+def test_blocks_by_model_and_split(page):
+    rows = [
+        run(0.9, model="plain9", partition="dirichlet"),
+        run(0.8, clip=1.0, local_epochs=None, local_steps=1),
+        run(0.8, gamma=1.0, local_epochs=5),
+    ]
+    text = page.digits(study("digits", rows))
+    assert "**Dirichlet 0.1**, 9 convolutions in a row (`plain9`):" in text
+    assert "**one class each**, a CNN with 3 BatchNorm layers (`cnn16`):" in text
+    assert cells(text, "1 step")[1:4] == ["0.05", "clip 1", "80.0"]
+    assert cells(text, "5 epochs")[2] == "none"
+
+
+def test_steps_are_at_the_best_rate(page):
+    rows = [
+        run(a, scheme, seed=seed, lr=rate, local_epochs=None, local_steps=10)
+        for scheme, rate, accuracies in (
+            ("naive", 0.1, (0.5, 0.7)),
+            ("naive", 0.2, (0.9, 0.1)),
+            ("ours", 0.2, (0.65, 0.65)),
+        )
+        for seed, a in enumerate(accuracies)
+    ]
+    text = page.steps(study("steps", rows, missing=1, note="Take care."))
+    row = cells(text, "one class each")
+    assert row[1:4] == ["10", "0.1, 0.2", "60.0 ± 14.1 at 0.1"]
+    assert row[-1] == "**65.0 ± 0.0** at 0.2"
+    assert "1 of 7 runs is missing" in text
+    assert "**Note.** Take care." in text
+
+
+def test_the_paper_s_recipe(page):
+    kind = {"momentum_kind": "dampened", "momentum": 0.99, "lr": 0.1}
+    rows = [run(0.8, "ours", **kind), run(0.81, "fbn", **kind)]
+    assert cells(page.paper(study("paper", rows)), "dampened 0.99")[1:] == [
+        "0.1",
+        "0",
+        "80.0",
+        "**81.0**",
+        "not run",
+    ]
+
+
+def test_constant_shares(page):
+    rows = [
+        {"recipe": "a recipe", "split": "iid", "share": share, "seed": seed, "accuracy": accuracy}
+        for share, accuracies in ((0.0, (0.5, 0.7)), (1.0, (0.2, 0.2)))
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    machine = {"name": "a machine", "torch": "2.0", "threads": 1}
+    text = page.constant({"rows": rows, "machine": machine, "commit": "c0ffee"})
+    assert cells(text, "a recipe") == ["a recipe", "iid", "**60.0 ± 14.1**", "20.0 ± 0.0"]
+
+
+def test_a_page_without_results_says_so_and_one_without_marks_is_an_error(page, tmp_path):
+    text = page.page(MARKS, tmp_path)
+    assert text.count("Not run.") == 5
+    assert page.page(text, tmp_path) == text
+    (tmp_path / "digits.json").write_text(json.dumps(study("digits", [run(0.5)])))
+    assert page.page(text, tmp_path).count("Not run.") == 4
+    with pytest.raises(ValueError, match="no marks for steps"):
+        page.page(MARKS.replace("<!-- steps -->", ""), tmp_path)
+
+
+def test_the_figure_leaves_out_what_is_not_finite(page):
+    assert page.middle_of([1.0, None, 2.0]) == 2.0
+    assert page.middle_of([None, None, 2.0]) != page.middle_of([None, None, 2.0])
