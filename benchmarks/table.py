@@ -74,8 +74,8 @@ update, without evaluation. `python benchmarks/fedavg.py` measures it on your ma
 bytes, because no time depends on what they show. Where pfl-research was measured, it took its turns in the
 same run, with its images on the GPU from the start. "Times as fast as pfl-research" is the time of its
 fastest row in the same precision, divided by the row's own time. "Lanes" are clients side by side, each in a
-stream of its own; without the word, all clients of a step go through one pass (docs/fedavg.md). Commits before
-721b51a have lanes alone.
+stream of its own; without the word, all clients of a step go through one pass (docs/fedavg.md). Commits
+before 721b51a have lanes alone.
 """
 PFL, TEN = "pfl-research", "ten rounds of distributed SGD"
 FEDAVG_PARTS = {  # part -> what it is, whether pfl-research takes part

@@ -55,7 +55,7 @@ class BlendedNorm(HybridNorm):
 
 
 def variance(parts, population=None):
-    """Unbiased variance of all clients' values, (c, k) each; of the population if that is larger than these."""
+    """Unbiased variance of all clients' values, (c, k) each; of the population if that is larger."""
     values = torch.cat(parts, 1)
     if population is None or population <= len(parts):
         return values.var(1)
