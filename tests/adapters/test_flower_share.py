@@ -88,6 +88,21 @@ def test_a_round_that_changes_nothing_does_not_change_the_share():
     assert strategy.gradient == FIRST_SHARE
 
 
+def test_frozen_layers_tell_nothing_about_drift():
+    """Parameters are learned and the round counts, but no layer has seen a value."""
+
+    def frozen():
+        model = cnn()
+        for layer in (model[2], model[5]):
+            layer.train = lambda mode=True, layer=layer: layer
+            layer.training = False
+        return model
+
+    strategy, result = run(client_app(make=frozen), rounds=1)
+    assert not np.array_equal(result.arrays["0.weight"].numpy(), cnn().state_dict()["0.weight"].numpy())
+    assert strategy.gradient == FIRST_SHARE
+
+
 def test_the_share_of_a_run_that_was_stopped_continues(tmp_path):
     whole, _ = run(client_app(), rounds=4)
     app, file = client_app(), tmp_path / "server.safetensors"
