@@ -92,7 +92,9 @@ def on_flower(rounds, seed, federated):
     model, strategy = task.model(), FedAvg(fraction_evaluate=0.0)
     arrays = ArrayRecord(model.state_dict())
     if federated:
-        strategy = FederatedBatchNormStrategy(strategy, model=fbn.convert(model), calibrate=False, steps=1)
+        strategy = FederatedBatchNormStrategy(
+            strategy, model=fbn.convert(model), calibrate=False, steps=1, gradient=None
+        )
 
     def evaluate(server_round, arrays):
         model.load_state_dict(arrays.to_torch_state_dict())

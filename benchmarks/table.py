@@ -6,6 +6,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from flower_table import local_epochs
 from pictures import PICTURES
 
 from fedbatchnorm.simulation.schemes import SCHEMES
@@ -405,7 +406,23 @@ def page(results=RESULTS):
 
 
 def flower_page():
-    """The page on Flower, with its results between two marks."""
+    """The page on Flower, with its results between marks."""
+    epochs = json.loads((RESULTS / "flower-epochs-cpu.json").read_text())
+    text = between(FLOWER.read_text(), "local epochs", local_epochs(epochs))
+    return between(text, "results", flower_results())
+
+
+def between(page, mark, text):
+    """The page with this text between `<!-- mark -->` and `<!-- /mark -->`."""
+    start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    head, found, rest = page.partition(start)
+    if not found or end not in rest:
+        raise ValueError(f"the page has no marks {start.strip()} and {end}")
+    return head + start + text + end + rest.partition(end)[2]
+
+
+def flower_results():
+    """The same clients with and without federated BatchNorm."""
     result = json.loads((RESULTS / "flower-cpu.json").read_text())
     last, seeds = str(result["rounds"]), result["rows"]
 
@@ -429,8 +446,7 @@ def flower_page():
     text += table(["model", "FedAvg alone", "with federated BatchNorm", "ratio"], sizes)
     text += f"\n`python benchmarks/flower.py`, {machine['name']}, torch {machine['torch']}, "
     text += f"commit {result['commit']}.\n"
-    head, _, rest = FLOWER.read_text().partition("<!-- results -->\n")
-    return f"{head}<!-- results -->\n{text}<!-- /results -->{rest.partition('<!-- /results -->')[2]}"
+    return text
 
 
 def written():

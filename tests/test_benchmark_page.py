@@ -15,7 +15,7 @@ MACHINE = {"name": "a machine", "torch": "2.0", "threads": 4}
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("table", "pictures"):
+    for name in ("table", "pictures", "flower_table"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import table
 
@@ -129,3 +129,31 @@ def test_a_section_is_there_if_its_results_are(page, tmp_path):
     assert "## Every scheme under FedAvg" not in page.page(tmp_path)
     (tmp_path / "schemes-x.json").write_text(json.dumps(accuracies([run("fbn", 0.1, 0.4)])))
     assert "## Every scheme under FedAvg" in page.page(tmp_path)
+
+
+def epochs_row(split, plain, ours, seed=0, **more):
+    found = {"seed": seed, "split": split, "epochs": 5, "lr": 0.05, "plain": {"accuracy": plain}}
+    return found | {"ours": {"accuracy": ours} | more}
+
+
+def test_local_epochs_are_a_mean_over_seeds_for_each_split(page):
+    rows = [
+        epochs_row("A", 0.5, 0.9),
+        epochs_row("A", 0.6, 0.9, seed=1),
+        epochs_row("B", 0.3, 0.2, diverged=4),
+    ]
+    result = {"commit": "c0ffee", "machine": MACHINE, "rounds": {"5": 12}, "rows": rows}
+    text = page.local_epochs(result)
+    assert cells(text)["5, 12 rounds"] == [["0.05", "55.0 ± 7.1", "90.0 ± 0.0", "30.0", "20.0 *"]]
+    assert "2 seeds; 1 of 4 pairs of runs are missing; * stopped as diverged" in text
+    assert "a machine, torch 2.0, commit c0ffee" in text
+
+
+def test_the_page_on_flower_is_what_its_results_say(page):
+    assert page.flower_page() == page.FLOWER.read_text(encoding="utf-8")
+
+
+def test_a_page_without_marks_is_an_error(page):
+    assert page.between("a<!-- x -->\nold<!-- /x -->b", "x", "new\n") == "a<!-- x -->\nnew\n<!-- /x -->b"
+    with pytest.raises(ValueError, match="no marks"):
+        page.between("a<!-- x -->\nold", "x", "new\n")

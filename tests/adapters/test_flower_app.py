@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from fedbatchnorm.adapters.local import LocalGrid
 from fedbatchnorm.adapters.scaffold import write_app
 from fedbatchnorm.data import datasets, partition
-from fedbatchnorm.norm.layers import FederatedBatchNorm
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.recipe import Recipe, stream
 from fedbatchnorm.simulation.simulator import Simulation
@@ -47,8 +46,8 @@ def simulation(rounds, clients=10, local_epochs=1, lr=USUAL["lr"]):
     parts = partition.gamma_similarity(data.train.y.numpy(), clients, 0.0, stream(0, "partition"))
     how = {"clients": clients, "batch": USUAL["batch"], "rounds": rounds, "local_epochs": local_epochs}
     how |= {"lr": lr, "momentum": USUAL["momentum"], "precision": "float32"}
-    share = FederatedBatchNorm.gradient  # what `convert` gives a layer
-    recipe = Recipe(scheme="fbn", algorithm="fedavg", calibrate=True, gradient=share, **how)
+    how |= {"gradient": "auto", "limit": 2.0}  # what the wrapper sends
+    recipe = Recipe(scheme="fbn", algorithm="fedavg", calibrate=True, **how)
     model = models.build("mlp", (1, 8, 8), 10, seed=0)
     return Simulation(model, data, parts, recipe)
 

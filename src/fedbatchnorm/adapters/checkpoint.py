@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,15 @@ from ..experiments.folder import write_bytes
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
 _NOT_JSON = object()
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds: arrays by name, the rounds done, and the share of BatchNorm's gradient; None
+    in files from before there was one, and where it is not the server's to change."""
+
+    arrays: dict[str, np.ndarray]
+    done: int
+    gradient: float | None
 
 
 def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
@@ -37,7 +46,12 @@ def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
 
 
 def write_checkpoint(
-    path: Path, strategy: object, arrays: Mapping[str, Any], done: int, first: Mapping[str, Any]
+    path: Path,
+    strategy: object,
+    arrays: Mapping[str, Any],
+    done: int,
+    first: Mapping[str, Any],
+    gradient: float | None = None,
 ) -> None:
     """Save after round `done`; the file before stays beside it, and a crash leaves one of the two.
 
@@ -48,12 +62,15 @@ def write_checkpoint(
         arrays: name -> something with `.numpy()`.
         done: the rounds that are finished.
         first: the strategy's `plain_state` before the first round; what has changed since is saved.
+        gradient: the next round's share of BatchNorm's gradient, if that is not a setting.
     """
     tensors = {f"{_ARRAYS}{name}": array.numpy() for name, array in arrays.items()}
     tensors |= {f"{_STRATEGY}{key}": value for key, value in arrays_of(strategy).items()}
     tensors = {name: np.array(value, order="C") for name, value in tensors.items()}
     changed = {k: v for k, v in plain_state(strategy).items() if k not in first or first[k] != v}
     facts = {"format": _FORMAT, "done": str(done), "strategy": _kinds(strategy), "plain": json.dumps(changed)}
+    if gradient is not None:
+        facts["gradient"] = repr(gradient)  # which is exact
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     write_bytes(fresh, save(tensors, facts | {"digest": _digest(tensors, facts)}))
@@ -62,10 +79,8 @@ def write_checkpoint(
     fresh.replace(path)
 
 
-def read_checkpoint(
-    path: Path, strategy: object, like: Mapping[str, Any]
-) -> tuple[dict[str, np.ndarray], int] | None:
-    """What was saved: arrays by name, and the rounds done; the strategy gets back what it remembered.
+def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Saved | None:
+    """What was saved; the strategy gets back what it remembered.
 
     None if there is no file. A damaged file is put aside for the one before it; an error says what does not
     fit if there is none, or if it was made with another model or strategy.
@@ -98,7 +113,8 @@ def read_checkpoint(
         path.replace(path.with_name(path.name + ".damaged"))
     saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)}
     restore(strategy, saved | json.loads(facts["plain"]))
-    return {name: arrays[name] for name in like}, done
+    share = float(facts["gradient"]) if "gradient" in facts else None
+    return Saved({name: arrays[name] for name in like}, done, share)
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], int]:

@@ -37,6 +37,7 @@ class DivergedError(RuntimeError):
         round: where it began.
         good_round: the round after which the state was last known to be good; 0 is before the first.
         arrays: that state, parameters and statistics.
+        gradient: the share of BatchNorm's gradient that goes with it; None if clients have their own.
     """
 
     def __init__(self, what: str, began: int, good: State, checkpoint: Path | None):
@@ -47,14 +48,17 @@ class DivergedError(RuntimeError):
             "smaller learning rate, fewer local steps or clipping of gradients may help"
         )
         self.round, self.good_round, self.arrays = began, good.round, good.arrays
+        self.gradient = good.gradient
 
 
 class State(NamedTuple):
-    """What a server goes back to: after which round, all arrays, and what the wrapped strategy remembers."""
+    """What a server goes back to: after which round, all arrays, what the wrapped strategy remembers, and the
+    share of BatchNorm's gradient that clients were to take next."""
 
     round: int
     arrays: Any
     strategy: Mapping[str, Any]
+    gradient: float | None = None
 
 
 class Watch:

@@ -15,10 +15,9 @@ from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import nn
 
-from ..aggregation.statistics import Aggregator, MergeResult, merge
+from ..aggregation.statistics import Aggregator, MergeResult
 from ..aggregation.verdicts import Verdict, judge
 from ..norm.exchange import statistics
 from ..norm.moments import Running
@@ -28,7 +27,9 @@ from .checkpoint import arrays_of, plain_state, read_checkpoint, restore, snapsh
 from .divergence import DivergedError, State, Watch, alarm, expected_sizes
 from .flower_client import calibrate, load, reply, statistics_mod
 from .replies import MOST_EXAMPLES, STATISTICS, Wanted, attribute, examine, log_left_out, sorted_out
+from .rounds import finite, merged, renumber
 from .settings import check_choices, check_settings
+from .share import GRADIENT, Share
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -73,6 +74,8 @@ class FederatedBatchNormStrategy(Strategy):
         steps: int | None = None,
         population: int | Literal["grid"] | None = "grid",
         calibrate: bool = True,
+        gradient: float | Literal["auto"] | None = "auto",
+        limit: float | None = 2.0,
         on_divergence: Literal["stop", "restore", "ignore"] = "stop",
         checkpoint: Path | str | None = None,
     ):
@@ -95,10 +98,15 @@ class FederatedBatchNormStrategy(Strategy):
                 the strategy asks fewer than all of them; None corrects nothing.
             calibrate: start from the data: a round 0 in which clients measure and nothing is learned. Only
                 with fresh statistics; clients without `@app.train("calibrate")` are passed over.
+            gradient: the share of BatchNorm's gradient that clients take, sent with every request to train.
+                "auto" starts at 0.8 and follows how far the statistics drift (`next_gradient`); None sends
+                neither it nor the limit, and clients train with what they gave `convert`.
+            limit: the largest standard deviation of a normalized batch, as for `convert`; None leaves that of
+                the clients.
             on_divergence: when most clients' replies are not finite, or losses or activations explode, it is
                 the model that diverged. "stop" raises `DivergedError`, with the last good state in it and in
-                the checkpoint; "restore" continues from that state, and stops at the fourth time; "ignore"
-                says so in the log.
+                the checkpoint; "restore" continues from that state, with the largest share of the gradient
+                that "auto" can take, and stops at the fourth time; "ignore" says so in the log.
             checkpoint: a file to save to after every round, and to continue from if it is there.
         """
         check_settings(strategy, (momentum, eps), steps, quorum, max_examples)
@@ -116,6 +124,7 @@ class FederatedBatchNormStrategy(Strategy):
         self._rules = {"aggregator": aggregator, "quorum": quorum}
         self._max_examples, self._steps = max_examples, steps
         self._population, self._calibrate, self._on_divergence = population, calibrate, on_divergence
+        self._share = Share(gradient, limit)
         self._of: int | None = None
         self._watch: Watch | None = None
         self._restored, self._diverged = 0, ""
@@ -128,10 +137,16 @@ class FederatedBatchNormStrategy(Strategy):
         self.left_out: dict[Hashable, Verdict] = {}
         """The statistics as they are; of the last round the merge's outcome, and who was left out and why."""
 
+    @property
+    def gradient(self) -> float | None:
+        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
+        return self._share.gradient
+
     def summary(self) -> None:
         """Log what the strategies are set to."""
         log(INFO, "\t├──> Federated BatchNorm: %s", self._rules["aggregator"] or "exact merge")
-        log(INFO, "\t│\t└── Quorum: %s", self._rules["quorum"])
+        log(INFO, "\t│\t├── Quorum: %s", self._rules["quorum"])
+        log(INFO, "\t│\t└── Share of BatchNorm's gradient: %s", self._share)
         self.strategy.summary()
 
     def start(
@@ -146,12 +161,14 @@ class FederatedBatchNormStrategy(Strategy):
     ) -> Result:
         """Run all rounds, or those that a checkpoint leaves; see `flwr.serverapp.strategy.Strategy.start`."""
         self._done = 0
+        self._share.start()
         saved = None
         if self._checkpoint is not None:
             saved = read_checkpoint(self._checkpoint, self.strategy, initial_arrays)
         if saved is not None:
-            arrays, self._done = saved
-            initial_arrays = ArrayRecord({name: Array(value) for name, value in arrays.items()})
+            self._done = saved.done
+            self._share.start(saved.gradient)
+            initial_arrays = ArrayRecord({name: Array(value) for name, value in saved.arrays.items()})
             log(INFO, "continuing after round %s, from %s", self._done, self._checkpoint)
         elif self._calibrate:
             initial_arrays = self._calibrated(grid, initial_arrays, train_config, timeout)
@@ -165,10 +182,7 @@ class FederatedBatchNormStrategy(Strategy):
             evaluate_config,
             evaluate_fn and (lambda step, arrays: evaluate_fn(step + done, arrays)),
         )
-        if done:
-            for name, value in vars(result).items():
-                if isinstance(value, dict):
-                    setattr(result, name, {step + done: metrics for step, metrics in value.items()})
+        renumber(result, done)
         if not result.arrays:  # no round has changed anything
             result.arrays = initial_arrays
         return result
@@ -176,13 +190,17 @@ class FederatedBatchNormStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The wrapped strategy's messages, with the statistics in a record of their own."""
+        """The wrapped strategy's messages, with statistics and the gradient's share in records apart."""
         messages = self._configure(self.strategy.configure_train, server_round, arrays, config, grid)
+        record = self._share.record()
+        for message in messages:
+            if record is not None:
+                message.content[GRADIENT] = record
         self._of = self._population_of(len(messages), grid)
         if self._watch is None:
             before = server_round - 1 + self._done
             known = {} if is_fresh(self.shared) else expected_sizes(self.shared)
-            self._watch = Watch(State(before, arrays, snapshot(self.strategy)), known)
+            self._watch = Watch(self._state(before, arrays), known)
         return messages
 
     def configure_evaluate(
@@ -207,17 +225,18 @@ class FederatedBatchNormStrategy(Strategy):
             if arrays is None:
                 log(WARNING, "round %s: the strategy returned no parameters: nothing changes", server_round)
             elif not (
-                _finite(a.numpy() for a in arrays.values()) and _finite(arrays_of(self.strategy).values())
+                finite(a.numpy() for a in arrays.values()) and finite(arrays_of(self.strategy).values())
             ):
                 log(WARNING, "round %s: it came out not finite: nothing changes", server_round)
                 restore(self.strategy, before)
                 arrays = None
             elif self.result is not None:
+                self._share.follow(self.shared, self.result)
                 self.shared = self.result.statistics
         whole = self._parts.join(arrays or self._parts.parameters, self.shared)
         self._save(whole, server_round)
         if self._watch is not None:
-            self._watch.after(State(server_round, whole, snapshot(self.strategy)))
+            self._watch.after(self._state(server_round, whole))
         return (None if arrays is None else whole), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -253,18 +272,13 @@ class FederatedBatchNormStrategy(Strategy):
         """The replies that both sides use, without their statistics; None if the round changes nothing."""
         wanted = Wanted(self._parts.parameters, self._weight(), self._max_examples, bool(self.shared))
         found = examine(answers, wanted)
-        verdicts, seen_nothing = dict(found.left_out), set()
+        verdicts, seen_nothing = dict(found.left_out), set[Hashable]()
         self.result = None
         if self.shared and found.updates:
             steps = found.steps if self._steps is None else self._steps
-            of = None if self._of is None else max(self._of, len(found.updates))  # some may have joined since
-            rules: dict[str, Any] = {**self._checks, **self._rules, "population": of}
-            self.result = merge(self.shared, found.updates, steps=steps, **rules)
-            bad = {node: v for node, v in self.result.verdicts.items() if not v.used}
-            seen_nothing = {node for node, v in bad.items() if v.reason == "empty"}
-            verdicts |= {node: v for node, v in bad.items() if node not in seen_nothing}
-            for notice in self.result.notices:
-                log(INFO, "round %s: layer %s: %s (%s)", server_round, *notice)
+            rules = {**self._checks, **self._rules, "population": self._of, "steps": steps}
+            self.result, bad, seen_nothing = merged(server_round, self.shared, found, rules)
+            verdicts |= bad
         self.left_out = verdicts
         log_left_out(server_round, verdicts)
         good = [node for node in found.replies if node not in verdicts]
@@ -288,14 +302,21 @@ class FederatedBatchNormStrategy(Strategy):
         self._restored += 1
         if self._on_divergence == "restore" and self._restored <= _RESTORED:
             log(WARNING, "round %s: back to the state after round %s", server_round, state.round)
+            self._share.hold()  # else it would diverge again
+            self._watch.after(state._replace(gradient=self.gradient))
             self._save(state.arrays, server_round)
             return state.arrays
+        self._share.start(state.gradient)  # whoever continues changes something else first
         self._save(state.arrays, state.round)
         raise DivergedError(self._diverged, began, state, self._checkpoint)
 
     def _save(self, arrays: ArrayRecord, done: int) -> None:
         if self._checkpoint is not None:
-            write_checkpoint(self._checkpoint, self.strategy, arrays, done, self._first)
+            share = self._share.to_save()
+            write_checkpoint(self._checkpoint, self.strategy, arrays, done, self._first, share)
+
+    def _state(self, server_round: int, arrays: ArrayRecord) -> State:
+        return State(server_round, arrays, snapshot(self.strategy), self.gradient)
 
     def _calibrated(
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord | None, timeout: float
@@ -322,7 +343,3 @@ class FederatedBatchNormStrategy(Strategy):
     def _split(self, arrays: ArrayRecord) -> tuple[Parts, dict[str, Running]]:
         names = guessed_names(arrays) if self._names is None else self._names
         return split(arrays, names, self._settings, self._usual)
-
-
-def _finite(arrays: Iterable[np.ndarray]) -> bool:
-    return all(bool(np.isfinite(array).all()) for array in arrays)

@@ -15,9 +15,10 @@ from ..norm.exchange import collect, load_statistics, statistics
 from ..norm.wire import to_bytes
 from .arrays import parameters_of, unwrapped
 from .replies import CALIBRATED, STATISTICS
+from .share import GRADIENT, apply
 
 try:
-    from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 except ImportError as error:
     raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _aside: ContextVar[dict[str, ArrayRecord] | None] = ContextVar("statistics", default=None)
+_share_aside: ContextVar[ConfigRecord | None] = ContextVar("gradient", default=None)
 
 
 def load(model: nn.Module, message: Message) -> None:
     """Load the server's parameters and statistics into a client's converted model.
+
+    Also the share of BatchNorm's gradient to train with, and the limit, if the server sends them.
 
     Args:
         model: what `convert` returned.
@@ -45,6 +49,7 @@ def load(model: nn.Module, message: Message) -> None:
     for record in records.values():
         state |= record.to_torch_state_dict()
     model.load_state_dict(state)
+    apply(model, message.content.config_records.get(GRADIENT) or _share_aside.get())
     load_statistics(model, statistics(model))  # a new round: nothing has been seen yet
 
 
@@ -124,20 +129,24 @@ def _seen(model: nn.Module, steps: int, group: ProcessGroup | None) -> ArrayReco
 def statistics_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """A mod for a ClientApp: keeps statistics away from the mods that come after it.
+    """A mod for a ClientApp: keeps what is federated BatchNorm's away from the mods that come after it.
 
-    Mods such as `fixedclipping_mod` want one record of arrays and no more:
+    Mods such as `fixedclipping_mod` want one record of arrays and one of settings, and no more:
     `@app.train(mods=[statistics_mod, fixedclipping_mod])`.
     """
     if STATISTICS not in message.content.array_records:
         return call_next(message, context)
     aside = {STATISTICS: message.content.array_records[STATISTICS]}
-    message.content = RecordDict({k: v for k, v in message.content.items() if k != STATISTICS})
-    sent, token = aside[STATISTICS], _aside.set(aside)
+    share = message.content.config_records.get(GRADIENT)
+    message.content = RecordDict(
+        {k: v for k, v in message.content.items() if k not in (STATISTICS, GRADIENT)}
+    )
+    sent, token, of_share = aside[STATISTICS], _aside.set(aside), _share_aside.set(share)
     try:
         answer = call_next(message, context)
     finally:
         _aside.reset(token)
+        _share_aside.reset(of_share)
     if not answer.has_error() and aside[STATISTICS] is not sent:
         answer.content[STATISTICS] = aside[STATISTICS]
     return answer

@@ -2,6 +2,7 @@
 
 from ..norm.moments import settings_problem
 from .replies import MOST_EXAMPLES, MOST_STEPS, STATISTICS, attribute
+from .share import GRADIENT
 
 
 def check_settings(
@@ -23,8 +24,10 @@ def check_settings(
             raise ValueError(f"{name} is {value}; it must be a whole number from {least} to {most}")
     if not 0 < max_examples <= MOST_EXAMPLES:
         raise ValueError(f"max_examples is {max_examples}; it must be from 1 to {MOST_EXAMPLES}")
-    if attribute(strategy, "arrayrecord_key") == STATISTICS:
-        raise ValueError(f"the strategy's arrayrecord_key is {STATISTICS!r}, which is taken: choose another")
+    for key in ("arrayrecord_key", "configrecord_key"):
+        if attribute(strategy, key) in (STATISTICS, GRADIENT):
+            taken = attribute(strategy, key)
+            raise ValueError(f"the strategy's {key} is {taken!r}, which is taken: choose another")
 
 
 def check_choices(population: object, on_divergence: object) -> None:

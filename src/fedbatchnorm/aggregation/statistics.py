@@ -30,12 +30,14 @@ class Notice(NamedTuple):
 
 
 class MergeResult(NamedTuple):
-    """The outcome of a round: the next statistics, a verdict for each client, and notices."""
+    """The outcome of a round: the next statistics, a verdict for each client, notices, and the steps it was
+    taken to have."""
 
     statistics: dict[str, Running]
     verdicts: dict[Hashable, Verdict]
     updated: bool
     notices: tuple[Notice, ...] = ()
+    steps: float = 1
 
 
 def merge(
@@ -77,7 +79,7 @@ def merge(
         checks: which verdicts are reached; all that there are, unless some are to be off.
 
     Returns:
-        MergeResult(statistics, verdicts by client, updated, notices).
+        MergeResult(statistics, verdicts by client, updated, notices, steps).
 
     Example:
         >>> shared = {"bn": Running(torch.zeros(1), torch.ones(1))}
@@ -121,7 +123,7 @@ def merge(
     statistics = {
         name: _like(after[name], running) if name in after else running for name, running in shared.items()
     }
-    return MergeResult(statistics, verdicts, bool(rows), tuple(notices))
+    return MergeResult(statistics, verdicts, bool(rows), tuple(notices), steps)
 
 
 def _present(shared, clients, used, least) -> tuple[dict[str, tuple[Hashable, ...]], list[Notice]]:

@@ -1,0 +1,88 @@
+"""How much of BatchNorm's gradient clients take: decided by the server, sent with every request to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import nn
+
+from ..aggregation.drift import FIRST_SHARE, MOST, next_gradient
+from ..aggregation.statistics import MergeResult
+from ..norm.convert import set_gradient
+from ..norm.gradient import check_limit, check_share
+from ..norm.moments import Running
+
+try:
+    from flwr.app import ConfigRecord
+except ImportError as error:
+    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+
+GRADIENT = "fedbatchnorm"  # the name of the record that the share and the limit travel in
+
+
+class Share:
+    """The share of BatchNorm's gradient and the limit, as the server has them.
+
+    Example:
+        >>> share = Share("auto", 2.0)
+        >>> share.gradient, dict(share.record())
+        (0.8, {'gradient': 0.8, 'limit': 2.0})
+    """
+
+    def __init__(self, gradient: float | Literal["auto"] | None, limit: float | None):
+        """Take what the user set; an error names the setting.
+
+        Args:
+            gradient: a share that stays, "auto" for one that follows drift, None if clients have their own.
+            limit: None if clients have their own.
+        """
+        self.follows = gradient == "auto"
+        if not (self.follows or gradient is None):
+            try:
+                gradient = check_share(gradient)  # pyrefly: ignore
+            except ValueError as error:
+                raise ValueError(f"{error}, or 'auto', or None to send nothing") from error
+        self._first = FIRST_SHARE if self.follows else gradient
+        self.limit = check_limit(limit)
+        self.gradient: float | None = None
+        self.start()
+
+    def start(self, saved: float | None = None) -> None:
+        """Begin a run, with what was saved of it if anything was."""
+        known = self.follows and saved is not None
+        self.gradient = saved if known else self._first  # pyrefly: ignore
+
+    def follow(self, before: Mapping[str, Running], merged: MergeResult) -> None:
+        """Set the next round's share by what a merge has moved; frozen layers tell nothing."""
+        if self.follows and merged.updated:
+            assert self.gradient is not None
+            self.gradient = next_gradient(self.gradient, before, merged.statistics, steps=merged.steps)
+
+    def hold(self) -> None:
+        """Hold as much as can be: what was let through made the model diverge."""
+        self.gradient = MOST if self.follows else self.gradient
+
+    def to_save(self) -> float | None:
+        """What a checkpoint needs: a share that was set is not the run's, but the user's."""
+        return self.gradient if self.follows else None
+
+    def record(self) -> ConfigRecord | None:
+        """What clients are sent."""
+        if self.gradient is None:
+            return None
+        limit = {} if self.limit is None else {"limit": self.limit}
+        return ConfigRecord({"gradient": self.gradient, **limit})
+
+    def __str__(self) -> str:
+        """In words, for a summary."""
+        if self.gradient is None:
+            return "as clients have it"
+        how = ", follows drift" if self.follows else ""
+        return f"{self.gradient:.3g}{how}; limit {'of the clients' if self.limit is None else self.limit}"
+
+
+def apply(model: nn.Module, record: Mapping[str, object] | None) -> None:
+    """At a client: take what the server sent; a model whose server sent nothing stays as it is."""
+    if record is not None:
+        set_gradient(model, record["gradient"], limit=record.get("limit"))  # pyrefly: ignore
