@@ -25,9 +25,9 @@ LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last
 
 def contenders(channels, device):
     plain = nn.BatchNorm2d(channels).to(device)
-    federated = fbn.FederatedBatchNorm2d(channels).to(device)
+    federated, held = (fbn.convert(nn.BatchNorm2d(channels).to(device), gradient=g) for g in (0, 0.7))
     torch._dynamo.reset()
-    eager = {"BatchNorm": plain, "FBN": federated}
+    eager = {"BatchNorm": plain, "FBN": federated, "FBN, share": held}
     return eager | {f"{name}, compiled": torch.compile(layer) for name, layer in eager.items()}
 
 
@@ -60,7 +60,8 @@ def main():
     print(
         f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
     )
-    print(f"{'shape':>20} {'layout':>14} {'BatchNorm ms':>13} {'FBN/BN eager':>13} {'FBN/BN compiled':>16}")
+    columns = "BatchNorm ms", "FBN/BN eager", "compiled", "share eager", "compiled"
+    print(f"{'shape':>20} {'layout':>14}" + "".join(f"{c:>14}" for c in columns))
     for shape in SHAPES:
         for layout, memory_format in LAYOUTS.items():
             times = measure(shape, memory_format, args.device, args.rounds)
@@ -70,11 +71,12 @@ def main():
                 "batchnorm_ms": 1e3 * statistics.median(times["BatchNorm"]),
                 "eager": ratio(times, "FBN", "BatchNorm"),
                 "compiled": ratio(times, "FBN, compiled", "BatchNorm, compiled"),
+                "share_eager": ratio(times, "FBN, share", "BatchNorm"),
+                "share_compiled": ratio(times, "FBN, share, compiled", "BatchNorm, compiled"),
             }
             rows.append(row)
             print(
-                f"{shape!s:>20} {layout:>14} {row['batchnorm_ms']:>13.2f} "
-                f"{row['eager']:>13.2f} {row['compiled']:>16.2f}",
+                f"{shape!s:>20} {layout:>14}" + "".join(f"{v:>14.2f}" for v in list(row.values())[2:]),
                 flush=True,
             )
     write(args, {"rounds": args.rounds, "rows": rows})

@@ -135,24 +135,26 @@ def origin(result, rounds):
     )
 
 
+RATIOS = {
+    "eager": "FBN / BatchNorm, eager",
+    "compiled": "FBN / BatchNorm, compiled",
+    "share_eager": "with a share of 0.7, eager",
+    "share_compiled": "with a share of 0.7, compiled",
+}
+
+
 def layers(result):
     rows = [
         [
             " x ".join(map(str, row["shape"])),
             row["layout"],
             f"{row['batchnorm_ms']:.2f}",
-            f"{row['eager']:.2f}",
-            f"{row['compiled']:.2f}",
+            *(f"{row[key]:.2f}" for key in RATIOS if key in row),
         ]
         for row in result["rows"]
     ]
-    header = [
-        "shape",
-        "layout",
-        "BatchNorm, eager (ms)",
-        "FBN / BatchNorm, eager",
-        "FBN / BatchNorm, compiled",
-    ]
+    header = ["shape", "layout", "BatchNorm, eager (ms)"]
+    header += [title for key, title in RATIOS.items() if key in result["rows"][0]]
     return origin(result, f"{result['rounds']} rounds, ") + table(header, rows)
 
 
