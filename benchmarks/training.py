@@ -89,7 +89,27 @@ def steps():
             yield from grid(base, work, splits, axis("lr", *rates), [OURS, *RIVALS])
 
 
-STUDIES = {"digits": digits, "shares": shares, "paper": paper, "steps": steps}
+def attacks():
+    """Digits with three Byzantine clients of ten: statistics attacked, with and without a defense."""
+    fedavg = FEDAVG | {
+        "local_epochs": 1,
+        "rounds": 30,
+        "batch": 32,
+        "lr": 0.05,
+        "model": "cnn16",
+        "gamma": 0.5,
+    }
+    paper_recipe = {"algorithm": "dsgd", "rounds": 300, "batch": 10, "model": "mlp", "gamma": 0.0}
+    base = [{"dataset": "digits", "partition": "gamma", "weighting": "equal", "evaluate_every": 1000}]
+    lies = [{}] + [
+        {"byzantine": 3, "attack": attack, "defense": defense}
+        for attack in ("sf", "foe", "alie")
+        for defense in ("none", "nnm+median")
+    ]
+    return grid(axis("seed", 0, 1, 2), base, [paper_recipe, fedavg], lies, [OURS, {"scheme": "fbn"}])
+
+
+STUDIES = {"digits": digits, "shares": shares, "paper": paper, "steps": steps, "attacks": attacks}
 
 
 def main():

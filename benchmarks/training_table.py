@@ -213,6 +213,24 @@ def paper(result):
     return text + "\n" + table(["momentum", "lr", "gamma", *columns.values()], lines)
 
 
+def attacks(result):
+    rows = rows_of(result)
+    cells = cells_of(
+        rows, lambda row: (row["algorithm"], row.get("attack", "none"), row.get("defense", "none"))
+    )
+    text, seeds = origin(result, cells)
+    columns = {"ours": "ours", "fbn": "FBN"}
+    names = {
+        "dsgd": "the paper's recipe, `mlp`, one class each",
+        "fedavg": "FedAvg, 1 epoch, `cnn16`, gamma 0.5",
+    }
+    lines = [
+        [names[algorithm], attack, defense, *line(cell, columns, seeds)]
+        for (algorithm, attack, defense), cell in cells.items()
+    ]
+    return text + "\n" + table(["training", "attack", "defense", *columns.values()], lines)
+
+
 def where_measured(result):
     machine, setting = result["machine"], result["setting"]
     seeds = count_of(len({row["seed"] for row in result["rows"]}), "seed")

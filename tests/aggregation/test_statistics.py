@@ -87,7 +87,7 @@ def test_inside_a_deep_network_n_clients_equal_one_folded_batch():
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(k, 3, 6, 6, generator=g, dtype=torch.float64) + k for k in (3, 5, 1, 8)]
     labels = [torch.randint(4, (len(b),), generator=g) for b in batches]
-    model = fbn.convert(deep_net())
+    model = fbn.convert(deep_net(), gradient=0)
     shared = fbn.statistics(model)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in shared}
     for name in shared:
