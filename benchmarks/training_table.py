@@ -323,6 +323,7 @@ SECTIONS = {
     "digits": digits,
     "steps": steps,
     "paper": paper,
+    "attacks": attacks,
 }
 
 
