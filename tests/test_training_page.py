@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("dynamics", "constant", "digits", "steps", "paper")
+SECTIONS = ("dynamics", "constant", "digits", "steps", "paper", "attacks")
 OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
 MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 
@@ -135,10 +135,10 @@ def test_constant_shares(page):
 
 def test_a_page_without_results_says_so_and_one_without_marks_is_an_error(page, tmp_path):
     text = page.page(MARKS, tmp_path)
-    assert text.count("Not run.") == 5
+    assert text.count("Not run.") == 6
     assert page.page(text, tmp_path) == text
     (tmp_path / "digits.json").write_text(json.dumps(study("digits", [run(0.5)])))
-    assert page.page(text, tmp_path).count("Not run.") == 4
+    assert page.page(text, tmp_path).count("Not run.") == 5
     with pytest.raises(ValueError, match="no marks for steps"):
         page.page(MARKS.replace("<!-- steps -->", ""), tmp_path)
 

@@ -8,6 +8,7 @@ from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.report.claims import judge_comparison
 from fedbatchnorm.report.groups import comparisons, figures_of, final_table, siege_table, sieges
 from fedbatchnorm.report.liars import judge_siege
+from fedbatchnorm.simulation.schemes import SCHEMES
 
 SHORT = {"algorithm": "fedavg", "local_steps": 2, "rounds": 3, "gamma": 0.5, "evaluate_every": 3}
 
@@ -45,3 +46,8 @@ def test_an_attack_stands_beside_its_baseline_and_is_no_figure_of_the_paper(resu
     assert [row[0] for row in rows] == ["FBN, no attack", "FBN, no defence", "FBN, nnm+median"]
     assert figures_of(siege) == ""
     assert judge_siege(siege) == []
+
+
+def test_every_scheme_has_a_title_that_labels_can_hold():
+    """Labels are read back: a comma in a title would end it."""
+    assert not [scheme.title for scheme in SCHEMES.values() if "," in scheme.title]

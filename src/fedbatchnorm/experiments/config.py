@@ -179,4 +179,5 @@ def describe(config: Run | Ring) -> str:
         split += f", {local_work(config)}"
     liars = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
     rule = f", {config.defense}" if config.defense != "none" else ""
-    return f"{config.dataset}, {config.scheme}, {split}{liars}{rule}, seed {config.seed}"
+    held = f" with gradient {config.gradient}" if config.gradient else ""
+    return f"{config.dataset}, {config.scheme}{held}, {split}{liars}{rule}, seed {config.seed}"

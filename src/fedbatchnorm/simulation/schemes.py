@@ -179,7 +179,7 @@ SCHEMES: dict[str, Scheme] = {
         "No norm", "the layers removed", _LOCAL, _LOCAL, replace=lambda layer, groups: nn.Identity()
     ),
     "fbn_blend": Scheme(
-        "FBN, blended",
+        "Blended FBN",
         "shared statistics with a share of the batch's, which falls with the rate",
         _BLEND,
         _BLEND,
