@@ -461,9 +461,14 @@ def written():
     return {PAGE: page(), FLOWER: flower_page()} | images
 
 
-if __name__ == "__main__":
-    for path, text in written().items():
+def write_or_check(files):
+    """Write every file, or with --check only say which is not what the results say."""
+    for path, text in files.items():
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
-            sys.exit(f"{path} is not what the results say: run {__file__}")
+            sys.exit(f"{path} is not what the results say: run {sys.argv[0]}")
+
+
+if __name__ == "__main__":
+    write_or_check(written())

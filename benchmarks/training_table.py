@@ -7,11 +7,10 @@ and `benchmarks/dynamics.py --json FILE` write it.
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from table import per_cent, table
+from table import per_cent, table, write_or_check
 
 from fedbatchnorm.report.figures import COLOURS, LINES, styled, svg
 
@@ -350,8 +349,4 @@ def written():
 
 
 if __name__ == "__main__":
-    for path, text in written().items():
-        if "--check" not in sys.argv:
-            path.write_text(text, encoding="utf-8")
-        elif path.read_text(encoding="utf-8") != text:
-            sys.exit(f"{path} is not what the results say: run {__file__}")
+    write_or_check(written())

@@ -1,12 +1,17 @@
 """Bias, ReLU, normalising and measuring in one operator: against the formula in float64, on every device."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fedbatchnorm.norm import fused
+
+sys.path.insert(0, str(Path(__file__).parent))
+from share_twin import with_share
 
 EPS = 1e-5
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -49,18 +54,6 @@ def plain(z, shift, mean, var, weight, bias, *, eps, clients, before, after, sha
     dims = [1, *range(3, seen.dim())]
     seen_var, seen_mean = torch.var_mean(seen, dims, correction=0)
     return F.relu(y) if after else y, seen_mean, seen_var
-
-
-def with_share(x, clients, eps, share):
-    """x itself, whose gradient is (1 - share) its own + share that of x normalized by BatchNorm, times s."""
-    parts = []
-    for part in x.chunk(clients):
-        dims = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
-        scale = (var + eps).sqrt()
-        mixed = (1 - share) * part + share * scale.detach() * (part - mean) / scale
-        parts.append(part.detach() + mixed - mixed.detach())
-    return torch.cat(parts)
 
 
 def gradients(function, z, vectors, gradient, **settings):

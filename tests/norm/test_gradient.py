@@ -1,5 +1,8 @@
 """A share of BatchNorm's gradient: against autograd of the formula, in every way that a layer can run."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,25 +11,18 @@ import fedbatchnorm as fbn
 from fedbatchnorm.norm.gradient import GRADIENT, Batch, hold
 from fedbatchnorm.norm.moments import Running, measure, normalise
 
+sys.path.insert(0, str(Path(__file__).parent))
+from share_twin import with_share
+
 EPS = 1e-5
 SHAPES = [(12, 5), (8, 5, 7), (8, 5, 4, 4), (4, 5, 2, 3, 2)]
 
 
 def formula(x, running, weight, bias, share, clients=1):
-    """y = (x - m) / s with dx = (1/s) (g - share [mean(g) + b mean(g b)]), from autograd of BatchNorm itself.
-
-    BatchNorm's own gradient is (1/s_b) (g - mean(g) - b mean(g b)). So the part of x that has it, times s_b,
-    with the share as its weight, leaves the formula.
-    """
+    """y = (x - m) / s with dx = (1/s) (g - share [mean(g) + b mean(g b)]), by autograd of BatchNorm."""
     shape = (-1, *[1] * (x.dim() - 2))
-    parts = []
-    for part in x.chunk(clients):
-        dims = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
-        s = (var + EPS).sqrt()
-        mixed = (1 - share) * part + share * s.detach() * (part - mean) / s
-        parts.append(part.detach() + mixed - mixed.detach())
-    y = (torch.cat(parts) - running.mean.view(shape)) / (running.var.view(shape) + EPS).sqrt()
+    y = with_share(x, clients, EPS, share) - running.mean.view(shape)
+    y = y / (running.var.view(shape) + EPS).sqrt()
     return y * weight.view(shape) + bias.view(shape)
 
 

@@ -123,19 +123,21 @@ class Federation:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.largest = self._try_model()
         # The share of BatchNorm's gradient that the next round takes; a tensor, so that graphs may read it.
-        first = FIRST_SHARE if recipe.gradient == "auto" else recipe.gradient
         held = "gradient" in self.scheme.before.settings and recipe.gradient
+        first = FIRST_SHARE if recipe.gradient == "auto" else recipe.gradient
+        self._follows = bool(held) and recipe.gradient == "auto"
         self.share = torch.full((), first, device=device, dtype=self.dtype) if held else None
 
     def own_state(self) -> dict[str, Tensor]:
         """What of a federation changes from round to round, besides the model."""
-        return {"share": self.share} if self.share is not None and self.recipe.gradient == "auto" else {}
+        return {"share": self.share} if self._follows else {}  # pyrefly: ignore
 
     def follow_drift(
         self, before: Sequence[Running], after: Sequence[Tensor], beta: float, steps: float
     ) -> None:
         """Set the next round's share by how far the means of all layers have moved in this one."""
-        if self.share is not None and self.recipe.gradient == "auto":
+        if self._follows:
+            assert self.share is not None
             self.share.copy_(next_share(self.share, drift(before, after, beta), steps))
 
     def shares(self, clients: np.ndarray | None = None) -> np.ndarray:
