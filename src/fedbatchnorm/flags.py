@@ -30,7 +30,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
     "normalization": (
         "What clients normalize with, and what they share.",
-        "scheme gradient limit blend beta switch groups calibrate",
+        "scheme gradient limit blend beta switch groups calibrate recalibrate",
     ),
     "byzantine_clients": ("Clients that lie, and the server's defense.", "byzantine attack targets defense"),
 }

@@ -46,7 +46,7 @@ def simulation(rounds, clients=10, local_epochs=1, lr=USUAL["lr"]):
     parts = partition.gamma_similarity(data.train.y.numpy(), clients, 0.0, stream(0, "partition"))
     how = {"clients": clients, "batch": USUAL["batch"], "rounds": rounds, "local_epochs": local_epochs}
     how |= {"lr": lr, "momentum": USUAL["momentum"], "precision": "float32"}
-    how |= {"gradient": "auto", "limit": 2.0}  # what the wrapper sends
+    how |= {"gradient": "auto", "limit": "auto"}  # what the wrapper sends
     recipe = Recipe(scheme="fbn", algorithm="fedavg", calibrate=True, **how)
     model = models.build("mlp", (1, 8, 8), 10, seed=0)
     return Simulation(model, data, parts, recipe)

@@ -47,7 +47,7 @@ def told(strategy, into, convert=None, mods=()):
 
 
 def test_clients_take_what_the_server_sends():
-    assert told(wrapped(), []) == [({"gradient": FIRST_SHARE, "limit": 2.0}, FIRST_SHARE, 2.0)] * 4
+    assert told(wrapped(), []) == [({"gradient": FIRST_SHARE, "limit": "auto"}, FIRST_SHARE, "auto")] * 4
     fixed = wrapped(gradient=0.25, limit=None)
     assert told(fixed, [], {"limit": 3.0}) == [({"gradient": 0.25}, 0.25, 3.0)] * 4
     assert fixed.gradient == 0.25
@@ -61,7 +61,7 @@ def test_none_sends_nothing_and_leaves_the_model_as_it_is():
 
 def test_mods_do_not_see_the_record_and_clients_take_it_all_the_same():
     """Flower's mods for privacy refuse a message with two records of settings."""
-    assert told(wrapped(), [], mods=[statistics_mod]) == [({}, FIRST_SHARE, 2.0)] * 4
+    assert told(wrapped(), [], mods=[statistics_mod]) == [({}, FIRST_SHARE, "auto")] * 4
 
 
 @pytest.mark.parametrize("robust", [False, True])
@@ -168,7 +168,7 @@ def test_the_summary_says_the_share(caplog):
     caplog.set_level(logging.INFO, logger="flwr")
     wrapped().summary()
     wrapped(gradient=None).summary()
-    assert "Share of BatchNorm's gradient: 0.8, follows drift; limit 2.0" in caplog.text
+    assert "Share of BatchNorm's gradient: 0.8, follows drift; limit auto" in caplog.text
     assert "Share of BatchNorm's gradient: as clients have it" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_the_summary_says_the_share(caplog):
         ({"gradient": "automatic"}, "gradient is 'automatic'"),
         ({"gradient": True}, "gradient is True"),
         ({"limit": 0.5}, "limit is 0.5"),
-        ({"limit": "auto"}, "limit is 'auto'"),
+        ({"limit": "none"}, "limit is 'none'"),
         ({"strategy": FedAvg(configrecord_key=RECORD)}, "configrecord_key is 'fedbatchnorm'"),
     ],
 )

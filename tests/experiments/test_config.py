@@ -52,6 +52,7 @@ FEDAVG = {
     "augment": True,
     "gradient": 0.5,
     "limit": 2.0,
+    "recalibrate": True,
 }
 USED = {  # only where something else asks for it
     "decay": {"schedule": "exponential", "decay": 0.9},
@@ -95,7 +96,7 @@ def test_what_a_run_does_not_use_does_not_change_its_name():
     for unused in (
         {"optimizer": "adam", "momentum": 0.5, "momentum_kind": "dampened"},
         {"momentum": 0.0, "momentum_kind": "dampened", "local_state": "keep"},
-        {"scheme": "groupnorm", "beta": 0.5, "calibrate": True},
+        {"scheme": "groupnorm", "beta": 0.5, "calibrate": True, "recalibrate": True},
         {"scheme": "hbn", "beta": 0.5},
         {"scheme": "naive", "gradient": "auto", "limit": 2.0, "blend": 0.1},
     ):

@@ -239,6 +239,7 @@ PLAIN = {  # what every new field is where nothing else is asked for
     "gradient": 0.0,
     "limit": None,
     "blend": 0.5,
+    "recalibrate": False,
 }
 USUAL = {
     "dsgd": {

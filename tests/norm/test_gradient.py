@@ -239,20 +239,26 @@ def test_convert_and_set_gradient():
 
 
 def limited(x, running, limit):
-    """The formula: divide by the larger of the shared deviation and a limit-th of the batch's own."""
-    shape, dims = (1, -1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
-    own = x.detach().var(dims, correction=0) + EPS
-    return (x - running.mean.view(shape)) / torch.maximum(running.var + EPS, own / limit**2).sqrt().view(
-        shape
-    )
+    """Channel by channel: the deviation at most `limit`, then the mean at most 2 (limit - 1) away."""
+    columns = []
+    for c, column in enumerate(x.movedim(1, 0)):
+        u, spread = column.detach().mean().item(), column.detach().var(correction=0).item() + EPS
+        s = max(running.var[c].item() + EPS, spread / limit**2) ** 0.5
+        m, away = running.mean[c].item(), 2 * (limit - 1) * s
+        m = u - away if u - m > away else u + away if m - u > away else m
+        columns.append((column - m) / s)
+    return torch.stack(columns, 1)
 
 
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_a_limit_divides_a_wide_batch_by_its_own_deviation(shape, clients, share):
+def test_a_limit_brings_a_batch_that_is_too_wide_or_too_far_away_closer(shape, clients, share):
     x, running, _, _, g = case(shape, scale=3.0)
-    running = running._replace(var=torch.tensor([0.1, 1.0, 4.0, 100.0, 2.0], dtype=torch.float64))
+    running = running._replace(
+        var=torch.tensor([0.1, 1.0, 4.0, 100.0, 20.0], dtype=torch.float64),
+        mean=torch.tensor([9.0, 0.5, -20.0, 1.0, 30.0], dtype=torch.float64),
+    )
     y, seen = normalise(x, running, clients=clients, gradient=share, limit=2.0)
     want = torch.cat([limited(part, running, 2.0) for part in x.chunk(clients)])
     torch.testing.assert_close(y, want)
@@ -263,6 +269,11 @@ def test_a_limit_divides_a_wide_batch_by_its_own_deviation(shape, clients, share
         [p.detach().movedim(1, 0).flatten(1).std(1, correction=0) for p in y.chunk(clients)]
     )
     assert (deviation <= 2.0 + 1e-6).all()
+    center = torch.stack([p.detach().movedim(1, 0).flatten(1).mean(1) for p in y.chunk(clients)])
+    torch.testing.assert_close(
+        center[:, 2:].abs(), torch.tensor([2.0, 0.0, 2.0]).double().expand(clients, 3), atol=0.5, rtol=0
+    )
+    assert (center.abs() <= 2.0 + 1e-6).all()
     (got,) = gradients(y, (x,), g)
     if not share:  # what divides is a constant
         (wanted,) = gradients(want, (x,), g)
@@ -271,7 +282,8 @@ def test_a_limit_divides_a_wide_batch_by_its_own_deviation(shape, clients, share
 
 def test_within_the_limit_nothing_changes():
     x, running, weight, bias, _ = case((8, 5, 4, 4), torch.float32, scale=1.0)
-    running = running._replace(var=torch.full_like(running.var, 2.0))
+    near = x.detach().mean((0, 2, 3)) + 1.5
+    running = running._replace(var=torch.full_like(running.var, 2.0), mean=near)
     plain, _ = normalise(x, running, weight=weight, bias=bias)
     y, _ = normalise(x, running, weight=weight, bias=bias, limit=2.0)
     assert torch.equal(y, plain)
@@ -286,9 +298,20 @@ def test_convert_with_a_limit():
     assert fbn.revert(net)[0].__dict__.keys().isdisjoint({"limit", "gradient"})
 
 
+def test_a_limit_that_goes_with_the_share():
+    net, x = fbn.convert(nn.Sequential(nn.BatchNorm1d(1)), limit="auto"), torch.tensor([[90.0], [110.0]])
+    for share, width, away in ((0.6, 2.0, 2.0), (0.8, 1.5, 1.0), (1.0, 1.0, 0.0)):
+        fbn.set_gradient(net, share)
+        y = net(x)
+        assert y.std(correction=0).item() == pytest.approx(width)
+        assert y.mean().item() == pytest.approx(away, abs=1e-4)
+    # With all of BatchNorm's gradient that is BatchNorm itself, for a batch wider than the shared statistics.
+    torch.testing.assert_close(y, nn.BatchNorm1d(1)(x))
+
+
 @pytest.mark.parametrize("limit", [0.5, 0, -1, float("inf"), float("nan"), "two", True])
 def test_a_limit_that_is_none(limit):
-    with pytest.raises(ValueError, match=r"limit is .* it must be a number from 1 on"):
+    with pytest.raises(ValueError, match=r"limit is .* it must be a number from 1 on, 'auto'"):
         fbn.convert(nn.Sequential(nn.BatchNorm1d(2)), limit=limit)
 
 

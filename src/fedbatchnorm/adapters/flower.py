@@ -20,6 +20,7 @@ from torch import nn
 from ..aggregation.statistics import Aggregator, MergeResult
 from ..aggregation.verdicts import Verdict, judge
 from ..norm.exchange import statistics
+from ..norm.gradient import Limit
 from ..norm.moments import Running
 from .arrays import Names, Parts, guessed_names, records, split, statistic_names
 from .calibration import calibrated, is_fresh, requests
@@ -75,7 +76,7 @@ class FederatedBatchNormStrategy(Strategy):
         population: int | Literal["grid"] | None = "grid",
         calibrate: bool = True,
         gradient: float | Literal["auto"] | None = "auto",
-        limit: float | None = 2.0,
+        limit: Limit = "auto",
         on_divergence: Literal["stop", "restore", "ignore"] = "stop",
         checkpoint: Path | str | None = None,
     ):
@@ -101,8 +102,8 @@ class FederatedBatchNormStrategy(Strategy):
             gradient: the share of BatchNorm's gradient that clients take, sent with every request to train.
                 "auto" starts at 0.8 and follows how far the statistics drift (`next_gradient`); None sends
                 neither it nor the limit, and clients train with what they gave `convert`.
-            limit: the largest standard deviation of a normalized batch, as for `convert`; None leaves that of
-                the clients.
+            limit: how wide and how far away a normalized batch may come out, as for `convert`: "auto" goes
+                with the share, None leaves it to the clients.
             on_divergence: when most clients' replies are not finite, or losses or activations explode, it is
                 the model that diverged. "stop" raises `DivergedError`, with the last good state in it and in
                 the checkpoint; "restore" continues from that state, with the largest share of the gradient

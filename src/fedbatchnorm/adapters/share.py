@@ -10,7 +10,7 @@ from torch import nn
 from ..aggregation.drift import FIRST_SHARE, MOST, next_gradient
 from ..aggregation.statistics import MergeResult
 from ..norm.convert import set_gradient
-from ..norm.gradient import check_limit, check_share
+from ..norm.gradient import Limit, check_limit, check_share
 from ..norm.moments import Running
 
 try:
@@ -25,12 +25,12 @@ class Share:
     """The share of BatchNorm's gradient and the limit, as the server has them.
 
     Example:
-        >>> share = Share("auto", 2.0)
+        >>> share = Share("auto", "auto")
         >>> share.gradient, dict(share.record())
-        (0.8, {'gradient': 0.8, 'limit': 2.0})
+        (0.8, {'gradient': 0.8, 'limit': 'auto'})
     """
 
-    def __init__(self, gradient: float | Literal["auto"] | None, limit: float | None):
+    def __init__(self, gradient: float | Literal["auto"] | None, limit: Limit):
         """Take what the user set; an error names the setting.
 
         Args:

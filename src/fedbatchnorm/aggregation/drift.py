@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..norm.moments import Running, round_momentum
 
-FIRST_SHARE, LEAST, MOST = 0.8, 0.7, 0.95  # to begin with, and the bounds with several steps a round
+FIRST_SHARE, LEAST, MOST = 0.8, 0.7, 0.98  # to begin with, and the bounds with several steps a round
 RELAX = 1.02  # how much more may come through from round to round: what was let go too fast runs away
 SOUND = 0.3  # standard deviations that a layer's means may move in a round: the paper's recipe stays below
 

@@ -88,6 +88,7 @@ class Run(Recipe):
             "groups": self.scheme == "groupnorm",
             "server_momentum": self.server != "mean",
             "calibrate": SCHEMES[self.scheme].replace is None,
+            "recalibrate": SCHEMES[self.scheme].replace is None,
         }
         uses |= {
             name: name in SCHEMES[self.scheme].before.settings for name in ("gradient", "limit", "blend")

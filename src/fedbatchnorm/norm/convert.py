@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.swa_utils import AveragedModel
 
-from .gradient import check_limit, check_share
+from .gradient import Limit, check_limit, check_share
 from .layers import _STATE, FederatedBatchNorm, federated_class, layer_problem
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     problem: str | None = None
 
 
-def convert(model: nn.Module, *, gradient: float | None = None, limit: float | None = None) -> nn.Module:
+def convert(model: nn.Module, *, gradient: float | None = None, limit: Limit = None) -> nn.Module:
     """Make every BatchNorm of `model` a FederatedBatchNorm, in place, and return the model.
 
     Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer
@@ -46,9 +46,10 @@ def convert(model: nn.Module, *, gradient: float | None = None, limit: float | N
         gradient: the share of BatchNorm's gradient in the backward pass, which holds the scale of the weights
             under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.7 if not given.
             The forward pass does not depend on it. See docs/training.md.
-        limit: the largest standard deviation of a normalized batch, before weight and bias; a wider batch is
-            divided by its own deviation, which keeps large learning rates from diverging. 2 is a good value;
-            no limit, as in the paper, if not given.
+        limit: the largest standard deviation L of a normalized batch, before weight and bias, and its mean at
+            most 2 (L - 1); a batch beyond that is normalized by statistics closer to its own, which keeps
+            large learning rates from diverging. "auto" is 1 + 2.5 (1 - gradient), a good value under local
+            epochs; no limit, as in the paper, if not given.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
@@ -73,14 +74,14 @@ def convert(model: nn.Module, *, gradient: float | None = None, limit: float | N
     return model
 
 
-def set_gradient(model: nn.Module, gradient: float, *, limit: float | None = None) -> None:
+def set_gradient(model: nn.Module, gradient: float, *, limit: Limit = None) -> None:
     """Set the share of BatchNorm's gradient that all layers of a converted model take from here on.
 
     Args:
         model: a converted model.
         gradient: from 0 (the paper's federated BatchNorm) to 1; what a compiled model has compiled is
             compiled again when it changes.
-        limit: the largest standard deviation of a normalized batch; left as it is if not given.
+        limit: how wide and how far away a batch may come out, as for `convert`; left as it is if not given.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))

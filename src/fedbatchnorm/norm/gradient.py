@@ -7,11 +7,12 @@ such part. Here the forward pass stays as it is, and the gradient loses a share 
     dx = (1/s) (g - rho [mean(g) + b mean(g b)]),   b = (x - u) / sqrt(var + eps)
 
 with u and var those of the batch itself. rho = 0 is federated BatchNorm as published; rho = 1 leaves nothing
-that moves the batch's mean or scale.
+that moves the batch's mean or scale. A limit on how far a batch may come out from what the shared statistics
+say is a brake for what the share lets through.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from torch import Tensor
 from .reduce import statistics_dtype
 
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
+_WIDTH = 2.5  # of the limit that goes with a share; measured, too
+Limit = float | Literal["auto"] | None
 
 
 def check_share(gradient: float) -> float:
@@ -32,13 +35,58 @@ def check_share(gradient: float) -> float:
     return float(gradient)
 
 
-def check_limit(limit: float | None) -> float | None:
-    """The limit as a float, or None; an error says what it must be."""
-    if limit is None:
-        return None
+def check_limit(limit: Limit) -> Limit:
+    """The limit as a float, "auto" or None; an error says what it must be."""
+    if limit is None or limit == "auto":
+        return limit
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1 <= limit < math.inf:
-        raise ValueError(f"limit is {limit!r}; it must be a number from 1 on, or None for no limit")
+        raise ValueError(f"limit is {limit!r}; it must be a number from 1 on, 'auto', or None for no limit")
     return float(limit)
+
+
+def limit_for(share: float | Tensor) -> float | Tensor:
+    """The limit that goes with a share where it is "auto": 1 + 2.5 (1 - share).
+
+    With all of BatchNorm's gradient a batch is brought back to the shared width and mean; with none of it,
+    only one that is 3.5 times as wide, or 5 deviations away.
+
+    Example:
+        >>> limit_for(1.0), limit_for(0.8), limit_for(0.0)
+        (1.0, 1.5, 3.5)
+    """
+    return 1 + _WIDTH * (1 - share)
+
+
+def limited(
+    mean: Tensor, var: Tensor, seen_mean: Tensor, seen_var: Tensor, eps: float, limit: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """What each client normalizes with, so that no batch comes out too wide or too far away.
+
+    v' + eps = max(v + eps, (s^2 + eps) / L^2), so that no deviation is larger than L; then m' is the mean
+    nearest to m with |u - m'| <= 2 (L - 1) sqrt(v' + eps).
+
+    Args:
+        mean: (c,), the shared statistics.
+        var: (c,).
+        seen_mean: (clients, c), of each client's batch.
+        seen_var: (clients, c).
+        eps: added to variances.
+        limit: L, from 1 on.
+
+    Returns:
+        Mean and variance, (clients, c), or (c,) for a single client.
+
+    Example:
+        >>> shared, seen = torch.zeros(1), torch.tensor([[9.0]])
+        >>> mean, var = limited(shared, shared + 1, seen, torch.tensor([[16.0]]), 0.0, 2.0)
+        >>> mean.item(), var.item()  # 9 is brought to 2 deviations of 2 from the mean, and 4 to twice 2
+        (5.0, 4.0)
+    """
+    var = torch.maximum(var, ((seen_var + eps) / limit**2 - eps).to(var.dtype))
+    away = (2 * (limit - 1) * (var + eps).sqrt()).to(mean.dtype)
+    seen_mean = seen_mean.to(mean.dtype)
+    mean = torch.minimum(torch.maximum(mean, seen_mean - away), seen_mean + away)
+    return (mean[0], var[0]) if len(mean) == 1 else (mean, var)
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .gradient import GRADIENT
+from .gradient import GRADIENT, Limit, limit_for
 from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
 
@@ -29,12 +29,12 @@ class FederatedBatchNorm(_BatchNorm):
     alone: they belong to the server. In evaluation it is torch's own BatchNorm.
 
     `gradient` is the share of BatchNorm's gradient that the backward pass takes (`norm.gradient`); 0 is the
-    paper's federated BatchNorm. `limit` is the largest standard deviation that a batch may come out with;
-    None is the paper's. Set them with `fedbatchnorm.set_gradient`.
+    paper's federated BatchNorm. `limit` bounds how wide and how far away a batch may come out; None is the
+    paper's. Set them with `fedbatchnorm.set_gradient`.
     """
 
     gradient: float = GRADIENT
-    limit: float | None = None
+    limit: Limit = None
     plain: type[_BatchNorm]  # torch's class (or the user's) that the layer was made from
 
     def __init__(self, *args, **kwargs):
@@ -77,7 +77,8 @@ class FederatedBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         running = Running(self.running_mean, self.running_var, eps=self.eps)
-        held = {"gradient": self.gradient, "limit": self.limit}
+        limit = limit_for(self.gradient) if self.limit == "auto" else self.limit
+        held = {"gradient": self.gradient, "limit": limit}
         y, moments = normalise(input, running, weight=self.weight, bias=self.bias, **held)
         if torch.compiler.is_compiling():
             self._keep()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gradient import Batch, hold, normalize_and_hold
+from .gradient import Batch, hold, limited, normalize_and_hold
 from .reduce import in_transform, mean_and_variance, over_channels, statistics_dtype
 
 
@@ -76,13 +76,13 @@ def normalise(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     gradient: float | Tensor = 0.0,
-    limit: float | None = None,
+    limit: float | Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
     """Normalise with the shared statistics as constants, and measure what came in (Algorithm 2).
 
     y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4). A share of
     BatchNorm's gradient may hold each client's mean and scale (`norm.gradient`); y does not depend on it. A
-    limit on how much wider than the shared statistics a batch may come out is a brake on runaway weights.
+    limit on how far from the shared statistics a batch may come out is a brake on runaway weights.
 
     Args:
         x: (clients * batch, c, ...), the clients' batches one after another.
@@ -91,7 +91,8 @@ def normalise(
         weight: (c,) or None.
         bias: (c,) or None.
         gradient: the share of BatchNorm's gradient, from 0 (the paper's) to 1.
-        limit: the largest standard deviation of a client's output, before weight and bias; None for no limit.
+        limit: the largest standard deviation L of a client's output, before weight and bias, and its mean at
+            most 2 (L - 1); None for no limit.
 
     Returns:
         The normalised input, and Moments of shape (clients, c).
@@ -112,12 +113,13 @@ def with_constants(
     bias: Tensor | None,
     seen: Moments | None = None,
     gradient: float | Tensor = 0.0,
-    limit: float | None = None,
+    limit: float | Tensor | None = None,
     keep: Tensor | None = None,
 ) -> Tensor:
     """(x - m) / sqrt(v + eps) * weight + bias, with m and v as constants.
 
-    With a limit, v + eps is (var + eps) / limit^2 for a client whose own variance makes that larger.
+    With a limit, m and v are brought closer to those of a client's batch that are too far away
+    (`gradient.limited`).
 
     Args:
         x: (clients * batch, c, ...).
@@ -126,14 +128,13 @@ def with_constants(
         bias: (c,), (clients, c) or None.
         seen: moments of x, (clients, c), where a gradient's share or a limit is asked for.
         gradient: the share of BatchNorm's gradient.
-        limit: how many times wider than m and v say a batch may be; None for any.
+        limit: how many times wider than m and v say a batch may come out; None for any.
         keep: which samples count, where batches are filled up.
     """
     mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
     if limit is not None and x.numel():
         assert seen is not None
-        var = torch.maximum(var, ((seen.var + running.eps) / limit**2 - running.eps).to(var.dtype))
-        var = var[0] if len(var) == 1 else var
+        mean, var = limited(mean, var, seen.mean, seen.var, running.eps, limit)
     # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
     plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
     plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))

@@ -84,12 +84,12 @@ def with_shared(
     bias: Tensor | None = None,
     keep: Tensor | None = None,
     gradient: float | Tensor = 0.0,
-    limit: float | None = None,
+    limit: float | Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
     """FBN: normalize with the shared statistics as constants, and measure what came in (Algorithm 2).
 
-    `gradient` is the share of BatchNorm's gradient, and `limit` bounds how much wider than the shared
-    statistics a batch may come out: 0 and None are the paper's FBN.
+    `gradient` is the share of BatchNorm's gradient, and `limit` bounds how far from the shared statistics a
+    batch may come out: 0 and None are the paper's FBN.
     """
     if keep is None:
         held = {"gradient": gradient, "limit": limit}

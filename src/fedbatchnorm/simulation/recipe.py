@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..aggregation.attacks import attack, plain_name
 from ..aggregation.defenses import defense
+from ..norm.gradient import limit_for
 from .rules import TARGETS, Algorithm, Optimizer, Schedule, Server, check_values
 from .rules import Precision as Precision
 from .schemes import SCHEMES
@@ -60,6 +61,7 @@ LATER = [
     "gradient",
     "limit",
     "blend",
+    "recalibrate",
 ]
 _FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer")
 _FEDAVG_ONLY += ("server", "server_lr", "server_momentum")
@@ -149,12 +151,16 @@ class Recipe:
     gradient: float | Literal["auto"] = 0.0
     """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
     to 1; auto follows how far the statistics drift in a round."""
-    limit: float | None = None
-    """For the scheme fbn: the largest standard deviation of a client's normalized batch. A wider one is
-    divided by its own deviation, so that weights that grow do not run away; no limit if not given."""
+    limit: float | Literal["auto"] | None = None
+    """For the scheme fbn: the largest standard deviation L of a client's normalized batch, and its mean at
+    most 2 (L - 1). A batch beyond that is normalized by statistics closer to its own, so that weights that
+    grow do not run away. auto is 1 + 2.5 (1 - gradient); no limit if not given."""
     blend: float = 0.5
     """For the scheme fbn_blend: the share of the batch's own statistics in the first round; it falls with
     the learning rate."""
+    recalibrate: bool = False
+    """Before an evaluation, the clients of the last round make the pass of --calibrate with the new weights,
+    and the model is evaluated with the merged statistics. Training does not see them."""
 
     def __post_init__(self):
         check_fields(self)
@@ -190,9 +196,10 @@ class Recipe:
     ) -> dict[str, float | Tensor | None]:
         """What ways to normalize take from the recipe, at a learning rate and a share of the gradient."""
         assert self.lr is not None
+        gradient = 0.0 if share is None else share
         return {
-            "gradient": 0.0 if share is None else share,
-            "limit": self.limit,
+            "gradient": gradient,
+            "limit": limit_for(gradient) if self.limit == "auto" else self.limit,
             "blend": rate * (self.blend / self.lr),
         }
 

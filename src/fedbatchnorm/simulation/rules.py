@@ -42,6 +42,7 @@ RULES: dict[str, tuple[Any, Any, str]] = {
     "server_lr": (float, lambda v: 0 < v < math.inf, "positive"),
     "server_momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "calibrate": (bool, lambda v: True, "true or false"),
+    "recalibrate": (bool, lambda v: True, "true or false"),
     "augment": (bool, lambda v: True, "true or false"),
     "groups": (int, lambda v: v >= 1, "at least 1"),
     "gradient": (
@@ -49,7 +50,11 @@ RULES: dict[str, tuple[Any, Any, str]] = {
         lambda v: v == "auto" if isinstance(v, str) else 0 <= v <= 1,
         "auto, or between 0 (the paper's FBN) and 1 (BatchNorm's gradient)",
     ),
-    "limit": (float, lambda v: 1 <= v < math.inf, "at least 1, or nothing for no limit"),
+    "limit": (
+        (float, str),
+        lambda v: v == "auto" if isinstance(v, str) else 1 <= v < math.inf,
+        "auto, at least 1, or nothing for no limit",
+    ),
     "blend": (float, lambda v: 0 <= v <= 1, "between 0 (shared statistics) and 1 (the batch's own)"),
     "momentum": (float, lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "beta": (float, lambda v: 0 < v <= 1, "above 0 and at most 1"),

@@ -24,7 +24,7 @@ from .fedavg import FedAvg
 from .federation import Federation
 from .federation import draw as draw
 from .recipe import Recipe, stream
-from .survey import calibrate
+from .survey import calibrate, calibrated
 
 _CPU_BYTES = 2**24  # on a CPU the largest activation of an evaluation's batch stays below this
 _EVALUATION_BATCH = 1000
@@ -120,6 +120,8 @@ class Simulation:
     def evaluate(self, split: Split | None = None) -> Evaluation:
         """Accuracy and loss of the server's model on the test set (or another split)."""
         prepared = getattr(self.algorithm, "evaluating", lambda step: contextlib.nullcontext())
+        if self.recipe.recalibrate and self.step:
+            prepared = lambda step: calibrated(self.federation, self.machine, step - 1)  # noqa: E731
         with (
             own_random_state(self.device),
             arithmetic(self.device, self.recipe.precision),

@@ -1,10 +1,11 @@
 """A pass that only measures: clients run one batch through the model that they were sent, and report moments.
 
-It serves a calibrated start (plain BatchNorm, merged with momentum 1), and schemes whose statistics come
-from a pass of their own (HBN).
+It serves a calibrated start and calibrated evaluations (plain BatchNorm, merged with momentum 1), and schemes
+whose statistics come from a pass of their own (HBN).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -66,15 +67,15 @@ def survey(
     return Moments(*(column.to(accumulator_dtype(column)) for column in columns))
 
 
-def calibrate(federation: Federation, machine: Machine) -> None:
-    """Give all layers statistics before the first round: one pass with plain BatchNorm, merged with momentum
+def calibrate(federation: Federation, machine: Machine, step: int = 0) -> None:
+    """Give all layers statistics of the model as it is: one pass with plain BatchNorm, merged with momentum
     1.
 
-    The clients of the first round make it. Where a layer's scheme has no statistics there is nothing to do.
+    The clients of round `step` make it. Where a layer's scheme has no statistics there is nothing to do.
     """
     if not federation.layers:
         return
-    seen = survey(federation, machine, 0, federation.scheme.before, CALIBRATION)
+    seen = survey(federation, machine, step, federation.scheme.before, CALIBRATION)
     sizes = [layer.num_features for layer in federation.layers.values()]
     zero, one = torch.zeros_like(seen.mean[0]), torch.ones_like(seen.mean[0])
     total = torch.as_tensor(seen.count).sum(0)
@@ -85,3 +86,18 @@ def calibrate(federation: Federation, machine: Machine) -> None:
         for layer, mean, var in parts:
             layer.running_mean.copy_(mean)
             layer.running_var.copy_(var)
+
+
+@contextlib.contextmanager
+def calibrated(federation: Federation, machine: Machine, step: int) -> Iterator[None]:
+    """The model with statistics that the clients of round `step` measure now; those of training come back."""
+    layers = federation.layers.values()
+    buffers = [statistic for layer in layers for statistic in (layer.running().mean, layer.running().var)]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        calibrate(federation, machine, step)
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
