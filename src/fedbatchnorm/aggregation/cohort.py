@@ -80,6 +80,32 @@ def of_population(seen: Moments, union: Moments, population: float) -> Moments:
     return Moments(round(float(total)), union.mean, union.var + (factor - 1) * between)
 
 
+def between_clients(seen: Moments, population: float | None = None) -> Tensor:
+    """By channel, the part of the variance that lies between clients: B / (W + B), from 0 to 1, (c,).
+
+    W is the mean of the clients' variances and B the variance of their means, both weighted by counts; B is
+    corrected to the population's. 1 where it cannot be known: nothing was seen, or one client of several.
+
+    Args:
+        seen: count, a number, (M,) or (M, c); mean and var (M, c).
+        population: n, if the M clients are some of more.
+
+    Example:
+        >>> between_clients(Moments(5, torch.tensor([[1.0], [3.0]]), torch.tensor([[3.0], [3.0]])))
+        tensor([0.2500], dtype=torch.float64)
+    """
+    mean, var = (t.to(accumulator_dtype(t)) for t in (seen.mean, seen.var))
+    count = seen.count.to(mean) if isinstance(seen.count, Tensor) else mean.new_full((1,), seen.count)
+    count = (count if count.dim() == 2 else count.view(-1, 1)).expand_as(mean)
+    weights = count / count.sum(0).clamp(min=1)
+    within = (weights * var).sum(0)
+    between = (weights * (mean - (weights * mean).sum(0)).square()).sum(0)
+    known = (count > 0).sum(0) >= min(2, len(mean) if population is None else population)
+    if population is not None:
+        between = between * cohort_factor(count, population)
+    return torch.where(known, between / (within + between).clamp(min=1e-30), 1.0)
+
+
 def round_steps(
     steps: float | Mapping[Hashable, float],
     clients: Collection[Hashable],

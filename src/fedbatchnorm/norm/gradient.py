@@ -22,6 +22,7 @@ from .reduce import statistics_dtype
 
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
+_APART = 30.0  # how much a layer may let through for what lies between clients; measured on digits
 Limit = float | Literal["auto"] | None
 
 
@@ -42,6 +43,23 @@ def check_limit(limit: Limit) -> Limit:
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1 <= limit < math.inf:
         raise ValueError(f"limit is {limit!r}; it must be a number from 1 on, 'auto', or None for no limit")
     return float(limit)
+
+
+def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
+    """Each layer's own share, 1 - min(1 - share, 30 f), from the part f of its variance between clients.
+
+    What a share below 1 is there for is the signal between clients (docs/training.md). Where they are alike
+    there is none, and all but a little of BatchNorm's gradient can be taken.
+
+    Args:
+        share: what the drift asks for, the least that any layer takes.
+        between: (layers,), from 0 (clients' means are the same) to 1; 1 where it is not known.
+
+    Example:
+        >>> share_by_layer(0.75, torch.tensor([0.0, 0.005, 0.1, 1.0]))
+        tensor([1.0000, 0.8500, 0.7500, 0.7500])
+    """
+    return 1 - (_APART * between).clamp(max=1 - share)
 
 
 def limit_for(share: float | Tensor) -> float | Tensor:

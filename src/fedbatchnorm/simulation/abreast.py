@@ -110,8 +110,7 @@ class Abreast:
     def _step(self, phase: Phase, index: Tensor) -> None:
         """One step of every client, on samples (clients * batch,)."""
         federation, machine, rows = self.federation, self.machine, self.rows
-        settings = federation.recipe.settings(self.rate, federation.share)
-        for layer in self.layers.values():
+        for layer, settings in zip(self.layers.values(), federation.settings(self.rate), strict=True):
             layer.start(phase, settings)  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
         losses = machine.call(client_losses, self.model, x, y, self.whole, machine.half)

@@ -7,6 +7,7 @@ to be known one by one (Byzantine clients, clipping), `vmap` runs over the clien
 import torch
 from torch import Tensor
 
+from ..aggregation.cohort import between_clients
 from .byzantine import client_gradients, needs_host, server_rule, share_robustly, with_lies
 from .device import Machine, Replay, set_seed, weighted_loss
 from .federation import Federation, copy_state
@@ -95,8 +96,8 @@ class DistributedSGD:
     def _work(self, phase: Phase, rate: float | Tensor, index: Tensor) -> Tensor:
         """All that a round does on the device: every client's pass, the server's step, the statistics."""
         recipe, layers = self.recipe, self.federation.layers
-        for layer in layers.values():
-            layer.start(phase, recipe.settings(rate, self.federation.share))
+        for layer, settings in zip(layers.values(), self.federation.settings(rate), strict=True):
+            layer.start(phase, settings)
         if self.one_by_one:
             passes, total = 1, self._learn_each(index, rate)
         else:
@@ -193,5 +194,9 @@ class DistributedSGD:
         else:
             after = share_robustly(phase, seen, self.recipe, self.step)
         before = [layers[name].running() for name in after]
-        self.federation.follow_drift(before, [r.mean for r in after.values()], self.recipe.beta, steps=1)
+        between: list[Tensor] = []
+        if self.federation.follows and self.recipe.is_plain() and len(seen) == len(layers):
+            between = [between_clients(moments) for _, moments in seen.values()]
+        means = [r.mean for r in after.values()]
+        self.federation.follow_drift(before, means, self.recipe.beta, steps=1, between=between)
         load_all(layers, after)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..aggregation.cohort import between_clients
 from ..aggregation.statistics import Rows as ServerRows
 from ..norm.moments import Moments, accumulator_dtype, round_momentum, tracked_steps
 from .abreast import Abreast, clients_in_a_pass, first_step_abreast
@@ -338,7 +339,11 @@ class FedAvg:
             kept, beta = surveyed, phase.survey.momentum
         mean, var = self._merged(kept, beta, phase, shares, step)
         before = [layer.running() for layer in self.federation.layers.values()]
-        self.federation.follow_drift(before, mean.split(self.packing.channels), beta, steps)
+        between: tuple[Tensor, ...] = ()
+        if self.federation.follows and self.recipe.is_plain():
+            apart = between_clients(kept, self.federation.population(phase))
+            between = apart.split(self.packing.channels)
+        self.federation.follow_drift(before, mean.split(self.packing.channels), beta, steps, between)
         self.statistics.copy_(torch.stack([mean, var]))
         seen_by_layer = torch.as_tensor(kept.count).sum(0).split(self.packing.channels)
         for layer, count in zip(self.federation.layers.values(), seen_by_layer, strict=True):

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ..aggregation.drift import FIRST_SHARE, drift, next_share
 from ..data.augment import random_augment
 from ..data.datasets import Dataset
+from ..norm.gradient import share_by_layer
 from ..norm.moments import Running
 from .device import own_random_state
 from .fold import fold
 from .recipe import Recipe, stream
-from .schemes import SCHEMES, Phase
+from .schemes import SCHEMES, Phase, Setting
 
 
 def draw(parts: Sequence[np.ndarray], batch: int, rng: np.random.Generator) -> np.ndarray:
@@ -125,20 +126,40 @@ class Federation:
         # The share of BatchNorm's gradient that the next round takes; a tensor, so that graphs may read it.
         held = "gradient" in self.scheme.before.settings and recipe.gradient
         first = FIRST_SHARE if recipe.gradient == "auto" else recipe.gradient
-        self._follows = bool(held) and recipe.gradient == "auto"
+        self.follows = bool(held) and recipe.gradient == "auto"
         self.share = torch.full((), first, device=device, dtype=self.dtype) if held else None
+        # What part of each layer's variance lies between clients, as far as it is known.
+        self.between = torch.ones(len(self.layers), device=device, dtype=self.dtype)
 
     def own_state(self) -> dict[str, Tensor]:
         """What of a federation changes from round to round, besides the model."""
-        return {"share": self.share} if self._follows else {}  # pyrefly: ignore
+        return {"share": self.share, "between": self.between} if self.follows else {}  # pyrefly: ignore
+
+    def settings(self, rate: float | Tensor) -> list[dict[str, Setting]]:
+        """What each layer's way to normalize takes in a round, at a learning rate."""
+        share = share_by_layer(self.share, self.between) if self.follows else self.share  # pyrefly: ignore
+        found = self.recipe.settings(rate, share)
+        columns = [
+            value.unbind() if isinstance(value, Tensor) and value.dim() else [value] * len(self.layers)
+            for value in found.values()
+        ]
+        return [dict(zip(found, own, strict=True)) for own in zip(*columns, strict=True)]
 
     def follow_drift(
-        self, before: Sequence[Running], after: Sequence[Tensor], beta: float, steps: float
+        self,
+        before: Sequence[Running],
+        after: Sequence[Tensor],
+        beta: float,
+        steps: float,
+        between: Sequence[Tensor] = (),
     ) -> None:
-        """Set the next round's share by how far the means of all layers have moved in this one."""
-        if self._follows:
+        """Set the next round's share by how far the means of all layers have moved in this one, and each
+        layer's own by the part of its variance between clients, by channel (none under a robust rule)."""
+        if self.follows:
             assert self.share is not None
             self.share.copy_(next_share(self.share, drift(before, after, beta), steps))
+            if between:
+                self.between.copy_(torch.stack([part.mean() for part in between]))
 
     def shares(self, clients: np.ndarray | None = None) -> np.ndarray:
         """What each of these clients weighs in a mean, adding up to 1; all honest clients if none are

@@ -211,8 +211,7 @@ class Lane:
         else:
             keep = (self.places[: len(index)] < size).to(self.weights.dtype)
             weights = keep / size
-        settings = federation.recipe.settings(self.rate, federation.share)
-        for layer in self.layers.values():
+        for layer, settings in zip(self.layers.values(), federation.settings(self.rate), strict=True):
             layer.start(phase, settings)  # pyrefly: ignore
             layer.keep = keep  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
