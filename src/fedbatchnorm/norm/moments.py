@@ -6,6 +6,7 @@ biased variance s_i^2; (m, v) are the shared running statistics and beta is the 
 """
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -269,9 +270,9 @@ def update_running(
 
 def settings_problem(momentum: float | None, eps: float) -> str | None:
     """Why a momentum and an eps cannot be worked with, or None."""
-    if momentum is not None and not 0 < momentum <= 1:
+    if momentum is not None and not (isinstance(momentum, numbers.Real) and 0 < momentum <= 1):
         return f"momentum is {momentum}; it must be in (0, 1], or None for a plain average"
-    if not 0 < eps < math.inf:
+    if not (isinstance(eps, numbers.Real) and 0 < eps < math.inf):
         return f"eps is {eps}; it must be a positive number"
     return None
 
