@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from .convert import federated_layers
 from .flat import grouped, numbers, side_by_side, split, union
 from .layers import FederatedBatchNorm, seen_by, start_rounds
-from .messages import DTYPES, Update, new_id, same_layers, shown
-from .moments import Moments, Running, settings_problem
+from .messages import DTYPES, Update, new_id, same_layers
+from .moments import Moments, Running, settings_problem, shown
 from .reduce import statistics_dtype
 
 if TYPE_CHECKING:

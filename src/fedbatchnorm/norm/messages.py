@@ -17,7 +17,6 @@ from .moments import Moments, Running
 
 FORMAT = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of moments that travel
-_SHOWN, _SHOWN_BITS = 200, 256
 _ID_BITS = 48  # exact as a float64, so that it can travel with the moments of a process group
 
 
@@ -79,22 +78,6 @@ class Sums:
 def version(shared: Mapping[str, Running]) -> int:
     """The version of shared statistics: it grows whenever any layer of them is updated."""
     return sum(running.tracked for running in shared.values())
-
-
-def shown(value: object) -> str:
-    """`repr` that is short and cannot fail, for messages about what others sent.
-
-    Example:
-        >>> shown(10**5000), shown("x")
-        ('an integer of 16610 bits', "'x'")
-    """
-    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    try:
-        text = repr(value)
-    except Exception:  # whatever an object of theirs does, the message is about it
-        return f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def same_layers(message: Mapping, expected: Mapping) -> None:
