@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..norm.exchange import is_ordinary
 from ..norm.flat import spread
-from ..norm.messages import FORMAT, Update, version
+from ..norm.messages import DTYPES, FORMAT, Update, version
 from ..norm.moments import Moments, Running, shown
 
 Reason = Literal[
@@ -30,6 +30,7 @@ Reason = Literal[
 
 # What can be switched off. Without the schema there is nothing to compute with, so that is not among them.
 CHECKS = ("stale_round", "non_finite", "impossible_moments", "count_out_of_range", "duplicate")
+_ORDINARY = {(dtype, torch.strided, True) for dtype in DTYPES}  # of a nested tensor, asking for its shape fails
 _LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
 
 
@@ -178,7 +179,7 @@ def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) ->
         return False
     if not all(0 <= count <= limit for count, limit in zip(counts, rules.limits, strict=True)):
         return False
-    if not all(t.is_cpu for t in tensors) or not all(map(is_ordinary, tensors)):
+    if not {(t.dtype, t.layout, t.is_cpu) for t in tensors} <= _ORDINARY:
         return False
     if [t.shape for t in means] != rules.shapes or [t.shape for t in variances] != rules.shapes:
         return False
