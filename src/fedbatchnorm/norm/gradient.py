@@ -191,8 +191,8 @@ class _Hold(torch.autograd.Function):
 class _NormalizeAndHold(torch.autograd.Function):
     """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
 
-    With A = weight / s the gradient is A g - A rho (mean(g) + b mean(g b)), and the last part is the batch
-    normalized by itself, with -A rho mean(g b) as weight and -A rho mean(g) as bias.
+    With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part is
+    BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var.
     """
 
     @staticmethod
@@ -212,18 +212,16 @@ class _NormalizeAndHold(torch.autograd.Function):
         if torch.is_grad_enabled():  # to be differentiated once more
             return _written_out(ctx, g)
         rstd, batch_rstd = (var + eps).rsqrt(), (batch_var + eps).rsqrt()
-        sums = torch.ops.aten.native_batch_norm_backward.default
-        nothing, wanted = (None, None), [False, True, True]
-        _, slope, level = sums(g, x, weight, *nothing, u, batch_rstd, True, eps, wanted)
-        count = x.numel() // x.shape[1]
         factor = rstd if weight is None else rstd * weight.to(rstd.dtype)
-        part = factor * (-ctx.share / count)
-        dx = None
+        held = (factor * ctx.share).div_(batch_rstd).to(x.dtype)
+        backward = torch.ops.aten.native_batch_norm_backward.default
+        wanted = [ctx.needs_input_grad[0], True, True]
+        dx, slope, level = backward(g, x, held, None, None, u, batch_rstd, True, eps, wanted)
         if ctx.needs_input_grad[0]:
-            dx = F.batch_norm(x, u, batch_var, part * slope, part * level, training=False, eps=eps)
-            dx.addcmul_(g, factor.to(g.dtype).view(-1, *[1] * (x.dim() - 2)))
+            rest = factor * (1 - ctx.share)
+            dx.addcmul_(g, rest.to(g.dtype).view(-1, *[1] * (x.dim() - 2)))
         # The sum of g times the shared normalization, from that of g times the batch's own.
-        for_weight = None if weight is None else (slope / batch_rstd + (u - mean) * level) * rstd
+        for_weight = None if weight is None else (slope / batch_rstd).addcmul_(u - mean, level).mul_(rstd)
         return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
 
 
