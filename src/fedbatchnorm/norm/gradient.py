@@ -196,14 +196,11 @@ class _NormalizeAndHold(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
+    def forward(ctx, x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
+        # No `setup_context`: it binds arguments by the signature, which takes longer than a small layer.
+        ctx.eps, ctx.share, ctx.has_bias = eps, share, bias is not None
+        ctx.save_for_backward(x, mean, var, weight, batch_mean, batch_var)
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps, ctx.share = inputs
-        ctx.has_bias = tensors.pop(4) is not None
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx, *gradients):
