@@ -15,13 +15,13 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .reduce import statistics_dtype
 
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 Limit = float | Literal["auto"] | None
 
 
@@ -200,7 +200,7 @@ class _NormalizeAndHold(torch.autograd.Function):
         # No `setup_context`: it binds arguments by the signature, which takes longer than a small layer.
         ctx.eps, ctx.share, ctx.has_bias = eps, share, bias is not None
         ctx.save_for_backward(x, mean, var, weight, batch_mean, batch_var)
-        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, True)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -208,17 +208,23 @@ class _NormalizeAndHold(torch.autograd.Function):
         g, eps = gradients[0], ctx.eps
         if torch.is_grad_enabled():  # to be differentiated once more
             return _written_out(ctx, g)
-        rstd, batch_rstd = (var + eps).rsqrt(), (batch_var + eps).rsqrt()
-        factor = rstd if weight is None else rstd * weight.to(rstd.dtype)
-        held = (factor * ctx.share).div_(batch_rstd).to(x.dtype)
-        backward = torch.ops.aten.native_batch_norm_backward.default
+        # A small layer costs what its operations cost to call: hence as few as there can be.
+        rstd, deviation = (var + eps).rsqrt_(), (batch_var + eps).sqrt_()
+        factor = rstd if weight is None else rstd * weight
         wanted = [ctx.needs_input_grad[0], True, True]
-        dx, slope, level = backward(g, x, held, None, None, u, batch_rstd, True, eps, wanted)
-        if ctx.needs_input_grad[0]:
-            rest = factor * (1 - ctx.share)
-            dx.addcmul_(g, rest.to(g.dtype).view(-1, *[1] * (x.dim() - 2)))
+        dx, slope, level = _batch_norm_backward(
+            g, x, (factor * deviation).mul_(ctx.share), None, None, u, deviation.reciprocal(), True, eps, wanted
+        )
+        if dx is not None:
+            rest = factor.view(-1, *[1] * (x.dim() - 2))
+            if isinstance(ctx.share, Tensor):
+                dx.addcmul_(g, (1 - ctx.share) * rest)
+            elif ctx.share != 1:
+                dx.addcmul_(g, rest, value=1 - ctx.share)
         # The sum of g times the shared normalization, from that of g times the batch's own.
-        for_weight = None if weight is None else (slope / batch_rstd).addcmul_(u - mean, level).mul_(rstd)
+        for_weight = None
+        if weight is not None:
+            for_weight = (u - mean).mul_(level).addcmul_(slope, deviation).mul_(rstd)
         return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
 
 
