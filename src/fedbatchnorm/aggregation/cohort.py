@@ -7,7 +7,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..norm.moments import Moments, accumulator_dtype, combine
+from ..norm.moments import Moments, accumulator_dtype, shown
+
+_MOST = 2**53  # clients or steps: up to here a float64 counts one by one
+_STEPS = "a positive number, at most 2^53"
 
 
 def cohort_factor(counts: Tensor, population: float | Tensor) -> Tensor:
@@ -52,32 +55,6 @@ def population_count(total: Tensor | float, cohort: Tensor | float, population: 
     independent of each other, which those of an image are not.
     """
     return total * (population / cohort)
-
-
-def of_population(seen: Moments, union: Moments, population: float) -> Moments:
-    """The union's moments with the spread between clients as it would be over the population.
-
-    var = within + factor * between; the count becomes N n/M. For M = n nothing changes, to the bit.
-
-    Args:
-        seen: count (M,), mean (M, c), var (M, c), every count above 0.
-        union: what `combine(seen)` returned.
-        population: n; at least M.
-
-    Example:
-        >>> rows = Moments(torch.tensor([1, 1]), torch.tensor([[0.0], [2.0]]), torch.zeros(2, 1))
-        >>> whole = of_population(rows, combine(rows), 100)
-        >>> int(whole.count), whole.mean.item(), whole.var.item()
-        (100, 1.0, 1.98)
-    """
-    assert isinstance(seen.count, Tensor)
-    cohort = len(seen.count)
-    if cohort < 2 or cohort >= population:
-        return union
-    factor = cohort_factor(seen.count, population)
-    between = combine(seen._replace(var=torch.zeros_like(seen.var))).var
-    total = population_count(float(union.count), cohort, population)
-    return Moments(round(float(total)), union.mean, union.var + (factor - 1) * between)
 
 
 def between_clients(seen: Moments, population: float | None = None) -> Tensor:
@@ -129,13 +106,13 @@ def round_steps(
     """
     if not isinstance(steps, Mapping):
         if not _is_steps(steps):
-            raise ValueError(f"steps is {steps}; it must be a positive number, or client -> steps")
-        return steps
+            raise ValueError(f"steps is {shown(steps)}; it must be {_STEPS}, or client -> steps")
+        return steps  # pyrefly: ignore
     for client in clients:
         if client not in steps:
             raise ValueError(f"steps: client {client!r} is missing; give the steps of everyone in updates")
         if not _is_steps(steps[client]):
-            raise ValueError(f"steps of client {client!r} is {steps[client]!r}; it must be a positive number")
+            raise ValueError(f"steps of client {client!r} is {shown(steps[client])}; it must be {_STEPS}")
     if not seen:
         return 1
     if robust:
@@ -147,8 +124,9 @@ def check_population(population: int | None, clients: int) -> None:
     """An error if a population cannot be, or is smaller than the number of clients that sent something."""
     if population is None:
         return
-    if isinstance(population, bool) or not isinstance(population, int) or population < 1:
-        raise ValueError(f"population is {population!r}; it must be the number of all clients, or None")
+    whole = isinstance(population, int) and not isinstance(population, bool)
+    if not whole or not 1 <= population <= _MOST:
+        raise ValueError(f"population is {shown(population)}; it must be the number of all clients, or None")
     if population < clients:
         raise ValueError(
             f"population is {population}, but {clients} clients sent something; count all of them"
@@ -157,4 +135,4 @@ def check_population(population: int | None, clients: int) -> None:
 
 def _is_steps(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and value > 0 and math.isfinite(value)  # pyrefly: ignore
+    return number and 0 < value <= _MOST  # pyrefly: ignore

@@ -1,14 +1,14 @@
 """The server's step where clients may lie: every number that they send goes through a robust rule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..norm.moments import Moments, Running, accumulator_dtype, round_momentum, tracked_steps
-from .cohort import cohort_factor, population_count
+from ..norm.moments import Moments, Running, accumulator_dtype, tracked_steps
+from .cohort import cohort_factor
 
 Aggregator = Callable[[Tensor], Any]  # (n, d) float64 -> (d,)
 
@@ -71,8 +71,26 @@ def running_rows(
     means, variances = (torch.cat([getattr(s, k).to(exact) for s in seen], dim=1) for k in ("mean", "var"))
     b, n, floor = (
         torch.cat([torch.full_like(r.mean, x, dtype=exact) for r, x in zip(running, xs, strict=True)])
-        for xs in (beta, [max(2.0, t) for t in total], [r.eps for r in running])
+        for xs in (beta, total, [r.eps for r in running])
     )
+    return rows_of(Step(m, v, b, n, floor), means, variances)
+
+
+class Step(NamedTuple):
+    """What a server knows before it looks at rows, layers side by side, (d,) each: the statistics, the round's
+    momentum, the number of values behind the variances, and the least variance allowed."""
+
+    mean: Tensor
+    var: Tensor
+    beta: Tensor
+    total: Tensor
+    floor: Tensor
+
+
+def rows_of(step: Step, means: Tensor, variances: Tensor) -> Rows:
+    """`running_rows` for layers that are side by side already: u_i and s_i^2 of shape (n, d)."""
+    m, v, b, n, floor = step
+    n = n.clamp(min=2.0)
     return Rows((1 - b) * m + b * means, (1 - b) * v + b * n / (n - 1) * variances, b, n, floor)
 
 
@@ -83,40 +101,38 @@ def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: f
     return [r._replace(mean=m, var=v, tracked=r.tracked + tracked_steps(steps)) for r, m, v in parts]
 
 
-def robust_group(
-    shared: Mapping[str, Running],
-    stacked: Mapping[str, Moments],
-    momentum: float | None,
-    steps: float,
-    aggregator: Aggregator,
-    population: float,
-) -> dict[str, Running]:
-    """The robust step for layers that the same clients have seen, concatenated into one row each."""
-    running = [on_cpu(r) for r in shared.values()]
-    beta = [round_momentum(r.momentum if momentum is None else momentum, r.tracked, steps) for r in running]
-    total = [float(torch.as_tensor(stacked[name].count).sum()) for name in shared]
-    clients = len(stacked[next(iter(shared))].mean)
-    of_all = [float(population_count(n, clients, population)) for n in total] if clients > 1 else total
-    rows = running_rows(running, [stacked[name] for name in shared], beta, of_all)
+def robust_step(
+    step: Step, means: Tensor, variances: Tensor, aggregator: Aggregator, population: float
+) -> tuple[Tensor, Tensor]:
+    """The robust step for layers that the same clients have seen: (m', v'), each (d,).
+
+    Args:
+        step: the layers side by side.
+        means: (n, d), u_i.
+        variances: (n, d), s_i^2.
+        aggregator: (n, d) -> (d,).
+        population: how many clients there are.
+    """
+    if not means.shape[1]:  # layers without channels
+        return step.mean, step.var
+    rows = rows_of(step, means, variances)
     # The rule weighs all rows alike, so the factor is that of equal counts.
-    factor = cohort_factor(torch.ones(clients), population)
+    factor = cohort_factor(torch.ones(len(means)), population)
     aggregate = partial(_aggregate, aggregator)
     mean, var = robust_update(
         rows.means, rows.variances, beta=rows.beta, total=rows.total, aggregator=aggregate, factor=factor
     )
-    after = split_layers(running, mean, torch.maximum(var, rows.floor), steps)
-    # A single value has no variance: there the old one stays.
-    return {
-        name: new if n > 1 else new._replace(var=old.var)
-        for name, old, new, n in zip(shared, running, after, total, strict=True)
-    }
+    return mean, torch.maximum(var, rows.floor)
 
 
 def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
     result = aggregator(rows.clone())
     if result is None:
         raise ValueError("aggregator: returned None in place of a result; the statistics are unchanged")
-    result = torch.as_tensor(result, dtype=torch.float64)
+    try:
+        result = torch.as_tensor(result, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"aggregator: returned a {type(result).__name__}, not numbers") from error
     if result.shape != rows.shape[1:]:
         raise ValueError(
             f"aggregator: returned shape {tuple(result.shape)} for rows of shape {tuple(rows.shape)}, "
@@ -125,8 +141,3 @@ def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
     if not bool((result.abs() <= torch.finfo(torch.float32).max).all()):
         raise ValueError("aggregator: returned a value that is not finite; the statistics are unchanged")
     return result
-
-
-def on_cpu(running: Running) -> Running:
-    """Statistics in float64, where the server computes."""
-    return running._replace(mean=running.mean.double().cpu(), var=running.var.double().cpu())

@@ -1,22 +1,30 @@
 """The server's step: clients' moments in, the next shared statistics out."""
 
+import math
+import numbers
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..norm.exchange import check_running
+from ..norm.exchange import check_statistics
+from ..norm.flat import of_layers
 from ..norm.messages import Update
-from ..norm.moments import Moments, Running, combine, update_running
-from .cohort import check_population, of_population, round_steps
+from ..norm.moments import Moments, Running, round_momentum, shown, tracked_steps
+from .cohort import check_population, round_steps
 from .cohort import cohort_factor as cohort_factor
 from .defenses import Defense
-from .robust import Aggregator, on_cpu, robust_group
+from .robust import Aggregator
 from .robust import Rows as Rows
 from .robust import robust_update as robust_update
 from .robust import running_rows as running_rows
 from .robust import split_layers as split_layers
-from .verdicts import CHECKS, Verdict, judge
+from .table import Table, Union, exact_step, next_statistics, of_population, robust_steps, union
+from .verdicts import CHECKS, Verdict, read_all
+
+_LEAST_MOMENTUM = 1e-150  # the robust rule squares what is multiplied by it
 
 
 class Notice(NamedTuple):
@@ -30,14 +38,17 @@ class Notice(NamedTuple):
 
 
 class MergeResult(NamedTuple):
-    """The outcome of a round: the next statistics, a verdict for each client, notices, and the steps it was
-    taken to have."""
+    """The outcome of a round: the next statistics, a verdict for each client, notices, the steps it was taken
+    to have, and the part of each merged layer's variance that lies between clients, from 0 (their means are
+    the same) to 1. That is left out where it cannot be known (one client of a larger population) and under a
+    robust rule, which a Byzantine client could tell anything about it."""
 
     statistics: dict[str, Running]
     verdicts: dict[Hashable, Verdict]
     updated: bool
     notices: tuple[Notice, ...] = ()
     steps: float = 1
+    between: Mapping[str, float] = MappingProxyType({})
 
 
 def merge(
@@ -79,7 +90,7 @@ def merge(
         checks: which verdicts are reached; all that there are, unless some are to be off.
 
     Returns:
-        MergeResult(statistics, verdicts by client, updated, notices, steps).
+        MergeResult(statistics, verdicts by client, updated, notices, steps, between).
 
     Example:
         >>> shared = {"bn": Running(torch.zeros(1), torch.ones(1))}
@@ -89,56 +100,70 @@ def merge(
         (0.6, 1.7)
     """
     clients = _clients(updates)
-    _check_arguments(shared, momentum, quorum)
+    _check_arguments(shared, momentum, quorum, aggregator)
     check_population(population, len(clients))
-    verdicts = judge(shared, clients, max_count, nonnegative, checks)
+    verdicts, rows = read_all(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
     caught = [v for v in verdicts.values() if not v.used and v.reason != "empty"]  # seeing nothing is no lie
-    seen = {c: sum(int(clients[c][name].count) for name in shared) for c in used}
-    steps = round_steps(steps, clients, seen, aggregator is not None)
-    aggregator, least = _for_the_rest(aggregator, len(caught))
-    rows, notices = _present(shared, clients, used, max(quorum, least))
-    stacked = {name: _stack(clients, name, present) for name, present in rows.items()}
-    unions = {name: combine(moments) for name, moments in stacked.items()}
-    # A layer that only some of the round's clients have is taken to be that rare among all of them.
-    of_layer = {name: len(r) * (population or len(used)) / len(used) for name, r in rows.items()}
-    notices += [_alone(name, population) for name, r in rows.items() if len(r) == 1 < of_layer[name]]
-    exact = {
-        name: update_running(
-            on_cpu(shared[name]),
-            of_population(stacked[name], union, of_layer[name]),
-            steps=steps,
-            momentum=momentum,
-        )
-        for name, union in unions.items()
-    }
-    notices += _degenerate(unions)
-    after = exact
-    if aggregator is not None:
-        after = {}
-        for group in _groups(rows):
-            of_all = of_layer[group[0]]
-            after |= robust_group({n: shared[n] for n in group}, stacked, momentum, steps, aggregator, of_all)
-        notices += _collapsed(after, exact)
-    statistics = {
-        name: _like(after[name], running) if name in after else running for name, running in shared.items()
-    }
-    return MergeResult(statistics, verdicts, bool(rows), tuple(notices), steps)
+    with torch.no_grad():
+        table = Table.of(shared, rows)
+        seen = dict(zip(used, (int(math.fsum(row)) for row in table.counts.tolist()), strict=True))
+        steps = round_steps(steps, clients, seen, aggregator is not None)
+        beta = _momenta(shared, momentum, steps, aggregator is not None)
+        aggregator, least = _for_the_rest(aggregator, len(caught))
+        cohorts = (table.counts > 0).sum(0).tolist()
+        merged, notices = _present(shared, cohorts, max(quorum, least))
+        if not any(merged):
+            return MergeResult(dict(shared), verdicts, False, tuple(notices), steps)
+        # A layer that only some of the round's clients have is taken to be that rare among all of them.
+        of_layer = [there * (population or len(used)) / len(used) for there in cohorts]
+        layers = list(zip(shared, merged, cohorts, of_layer, strict=True))
+        notices += [_alone(name, population) for name, taken, m, n in layers if taken and m == 1 < n]
+        together = union(table)
+        notices += _degenerate(shared, merged, table, together)
+        together, whole = of_population(table, together, cohorts, of_layer), together
+        between: dict[str, float] = {}
+        if aggregator is None:
+            parts = zip(layers, part_between(table, together).tolist(), strict=True)
+            between = {name: part for (name, taken, m, n), part in parts if taken and not m == 1 < n}
+        mean, var = exact_step(table, together, beta)
+        if aggregator is not None:
+            exact = var
+            mean, var = robust_steps(table, shared, whole.total, beta, of_layer, merged, aggregator)
+            notices += _collapsed(shared, merged, table, var, exact)
+        statistics = next_statistics(shared, merged, mean, var, steps)
+    return MergeResult(statistics, verdicts, True, tuple(notices), steps, between)
 
 
-def _present(shared, clients, used, least) -> tuple[dict[str, tuple[Hashable, ...]], list[Notice]]:
-    """Who has seen something in each layer that at least so many have, and notices of the other layers."""
-    rows, notices = {}, []
-    for name in shared:
-        present = tuple(client for client in used if int(clients[client][name].count) > 0)
-        if len(present) >= least:
-            rows[name] = present
-        elif not present:
+def _present(
+    shared: Mapping[str, Running], cohorts: Sequence[int], least: int
+) -> tuple[list[bool], list[Notice]]:
+    """Which layers at least so many clients have seen, and notices of the other layers."""
+    notices = []
+    for name, there in zip(shared, cohorts, strict=True):
+        if not there:
             notices.append(Notice(name, "empty", "no client has seen a value: the statistics stay"))
-        else:
-            detail = f"{len(present)} of the required {least} clients: the statistics stay"
+        elif there < least:
+            detail = f"{there} of the required {least} clients: the statistics stay"
             notices.append(Notice(name, "below_quorum", detail))
-    return rows, notices
+    return [there >= max(least, 1) for there in cohorts], notices
+
+
+def _momenta(
+    shared: Mapping[str, Running], momentum: float | None, steps: float, robust: bool
+) -> list[float]:
+    """Each layer's weight of the round."""
+    found = []
+    for name, running in shared.items():
+        if running.tracked + tracked_steps(steps) >= 2**63:
+            raise ValueError(f"steps is {steps}: the counter of layer {name!r} has no room for it")
+        own = running.momentum if momentum is None else momentum
+        found.append(float(round_momentum(own, running.tracked, steps)))
+        if robust and found[-1] < _LEAST_MOMENTUM:
+            raise ValueError(
+                f"momentum is {own} in layer {name!r}: too small for a robust rule; {_LEAST_MOMENTUM} at least"
+            )
+    return found
 
 
 def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregator | None, int]:
@@ -152,14 +177,18 @@ def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregato
     return left, 2 * left.f + 1
 
 
-def _degenerate(unions: Mapping[str, Moments]) -> list[Notice]:
+def _degenerate(
+    shared: Mapping[str, Running], merged: Sequence[bool], table: Table, together: Union
+) -> list[Notice]:
     notices = []
-    for name, union in unions.items():
-        constant = int((union.var == 0).sum())
-        if int(union.count) == 1:
+    constant = of_layers(together.var == 0, table.sizes).tolist()
+    for name, taken, total, same, channels in zip(
+        shared, merged, together.total, constant, table.sizes.tolist(), strict=True
+    ):
+        if taken and total == 1:
             notices.append(Notice(name, "insufficient_count", "a single value: the variance stays"))
-        elif constant:
-            detail = f"{constant} of {len(union.var)} channels had the same value everywhere"
+        elif taken and same:
+            detail = f"{same} of {channels} channels had the same value everywhere"
             notices.append(Notice(name, "constant", detail))
     return notices
 
@@ -169,35 +198,16 @@ def _alone(name: str, population: int | None) -> Notice:
     return Notice(name, "cohort_of_one", detail)
 
 
-def _collapsed(robust: Mapping[str, Running], exact: Mapping[str, Running]) -> list[Notice]:
-    notices = []
-    for name, running in robust.items():
-        ratio = running.var.double() / exact[name].var.double().clamp(min=running.eps)
-        outside = int(((ratio < 0.01) | (ratio > 100)).sum())
-        if outside:
-            detail = f"{outside} of {len(ratio)} channels: variance far from that of the plain merge"
-            notices.append(Notice(name, "robust_collapse", detail))
-    return notices
-
-
-def _groups(rows: Mapping[str, tuple]) -> list[list[str]]:
-    groups: dict[tuple, list[str]] = {}
-    for name, present in rows.items():
-        groups.setdefault(present, []).append(name)
-    return list(groups.values())
-
-
-def _stack(clients: Mapping, name: str, present: Sequence[Hashable]) -> Moments:
-    moments = [clients[client][name] for client in present]
-    return Moments(
-        torch.tensor([int(m.count) for m in moments]),
-        torch.stack([m.mean.detach().double().cpu() for m in moments]),
-        torch.stack([m.var.detach().double().cpu() for m in moments]),
-    )
-
-
-def _like(new: Running, old: Running) -> Running:
-    return new._replace(mean=new.mean.to(old.mean), var=new.var.to(old.var))
+def _collapsed(
+    shared: Mapping[str, Running], merged: Sequence[bool], table: Table, robust: Tensor, exact: Tensor
+) -> list[Notice]:
+    ratio = robust / torch.maximum(exact, table.spread([running.eps for running in shared.values()]))
+    outside = of_layers((ratio < 0.01) | (ratio > 100), table.sizes).tolist()
+    return [
+        Notice(name, "robust_collapse", f"{far} of {channels} channels: variance far from that of the plain merge")
+        for name, taken, far, channels in zip(shared, merged, outside, table.sizes.tolist(), strict=True)
+        if taken and far
+    ]
 
 
 def _clients(updates) -> dict[Hashable, Any]:
@@ -213,10 +223,14 @@ def _clients(updates) -> dict[Hashable, Any]:
     return dict(enumerate(updates))
 
 
-def _check_arguments(shared, momentum, quorum) -> None:
-    for name, running in shared.items():
-        check_running(name, running)
-    if momentum is not None and not 0 < momentum <= 1:
-        raise ValueError(f"momentum is {momentum}; it must be in (0, 1], or None for each layer's own")
+def _check_arguments(shared, momentum, quorum, aggregator) -> None:
+    if not isinstance(shared, Mapping) or not all(isinstance(name, str) for name in shared):
+        raise ValueError(f"shared: expected layer name -> Running, got {shown(shared)}")
+    check_statistics(shared)
+    number = isinstance(momentum, numbers.Real) and not isinstance(momentum, bool)
+    if momentum is not None and not (number and 0 < momentum <= 1):
+        raise ValueError(f"momentum is {shown(momentum)}; it must be in (0, 1], or None for each layer's own")
     if not (isinstance(quorum, int) and quorum >= 1):
-        raise ValueError(f"quorum is {quorum!r}; it must be a whole number of clients, at least 1")
+        raise ValueError(f"quorum is {shown(quorum)}; it must be a whole number of clients, at least 1")
+    if not (aggregator is None or callable(aggregator)):
+        raise ValueError(f"aggregator is {shown(aggregator)}; it must be None, or a function of rows (n, d)")

@@ -1,4 +1,9 @@
-"""What a server can tell of a client's update for free: checks that no honest client fails."""
+"""What a server can tell of a client's update for free: checks that no honest client fails.
+
+Whatever a client sent is read once, here: it becomes a row of numbers, or a verdict. Nothing behind this
+touches what was sent. Ordinary updates are read and checked all layers at once; what does not pass is looked
+at layer by layer, to say what is wrong with it.
+"""
 
 import math
 import numbers
@@ -8,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..norm.exchange import is_ordinary
+from ..norm.flat import spread
 from ..norm.messages import DTYPES, FORMAT, Update, version
-from ..norm.moments import Moments, Running
+from ..norm.moments import Moments, Running, shown
 
 Reason = Literal[
     "schema",
@@ -23,6 +30,7 @@ Reason = Literal[
 
 # What can be switched off. Without the schema there is nothing to compute with, so that is not among them.
 CHECKS = ("stale_round", "non_finite", "impossible_moments", "count_out_of_range", "duplicate")
+_ORDINARY = {(dtype, torch.strided, True) for dtype in DTYPES}  # of a nested tensor, asking for its shape fails
 _LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
 
 
@@ -36,6 +44,14 @@ class Verdict(NamedTuple):
 
 
 USED = Verdict(True)
+
+
+class Judged(NamedTuple):
+    """Verdicts by client, and what the used ones sent: (n, L) counts, then (n, d) means and variances side by
+    side, in float64; 0 in layers of which a client has seen nothing."""
+
+    verdicts: dict[Hashable, Verdict]
+    rows: Tensor
 
 
 def judge(
@@ -59,90 +75,187 @@ def judge(
     Returns:
         client -> Verdict.
     """
-    for what, names, known in (("nonnegative", nonnegative, shared), ("checks", checks, CHECKS)):
-        unknown = [name for name in names if name not in known]
-        if isinstance(names, str) or unknown:
-            wanted = ", ".join(map(repr, known))
-            raise ValueError(f"{what} is {names!r}; it must be a collection of some of {wanted}")
-    rules = {name: _Rules(_limit(name, max_count), name in nonnegative) for name in shared}
-    verdicts = {client: _judge_one(shared, update, rules, checks) for client, update in updates.items()}
-    if "duplicate" not in checks:
-        return verdicts
-    by_id: dict[int, list[Hashable]] = {}
-    for client, update in updates.items():
-        if verdicts[client].used and isinstance(update, Update) and update.id is not None:
-            by_id.setdefault(update.id, []).append(client)
-    for first, *others in by_id.values():
-        if all(_equal(updates[first], updates[other]) for other in others):
-            left_out, detail = others, f"the same message as from client {first!r}"
-        else:
-            left_out, detail = [first, *others], "a different message has the same id"
-        verdicts |= {client: Verdict(False, "duplicate", None, detail) for client in left_out}
-    return verdicts
+    return read_all(shared, updates, max_count, nonnegative, checks).verdicts
+
+
+def read_all(
+    shared: Mapping[str, Running],
+    updates: Mapping[Hashable, object],
+    max_count: float | Mapping[str, float] | None = None,
+    nonnegative: Collection[str] = (),
+    checks: Collection[str] = CHECKS,
+) -> Judged:
+    """`judge`, with the numbers of those who are used; what can be wrong with an update ends here."""
+    rules = _Rules.of(shared, max_count, nonnegative, checks)
+    rows = torch.empty(len(updates), len(rules.sizes) + 2 * rules.channels, dtype=torch.float64)
+    found = [_read(update, rules, row) for update, row in zip(updates.values(), rows, strict=True)]
+    verdicts = dict(zip(updates, (verdict for verdict, _ in found), strict=True))
+    if "duplicate" in checks:
+        verdicts |= _duplicates(verdicts, [identity for _, identity in found], rows)
+    used = [i for i, verdict in enumerate(verdicts.values()) if verdict.used]
+    return Judged(verdicts, rows if len(used) == len(rows) else rows[used])
 
 
 class _Rules(NamedTuple):
-    """What a layer's moments are held against."""
+    """What updates are held against, for all layers."""
 
-    limit: float
-    nonnegative: bool
+    shared: Mapping[str, Running]
+    checks: Collection[str]
+    version: int
+    sizes: Tensor
+    channels: int
+    shapes: list[torch.Size]
+    limits: list[float]
+    bounds: tuple[float, float]
+    nonnegative: Collection[str]
+    positive: Tensor | None
+
+    @classmethod
+    def of(cls, shared, max_count, nonnegative, checks) -> "_Rules":
+        for what, names, known in (("nonnegative", nonnegative, shared), ("checks", checks, CHECKS)):
+            wanted = ", ".join(map(repr, known))
+            if isinstance(names, str) or not isinstance(names, Collection) or not _all_in(names, known):
+                raise ValueError(f"{what} is {shown(names)}; it must be a collection of some of {wanted}")
+        limits = [_limit(name, max_count) for name in shared]
+        bounds = [_bounds(running) for running in shared.values()]
+        shapes = [running.mean.shape for running in shared.values()]
+        sizes = torch.tensor([shape[0] for shape in shapes], dtype=torch.int64)
+        channels, positive = int(sizes.sum()), None
+        if len(nonnegative):
+            named = torch.tensor([name in nonnegative for name in shared])
+            positive = spread(named, sizes, channels).nonzero().squeeze(1)
+        least = min((mean for mean, _ in bounds), default=0.0), min((var for _, var in bounds), default=0.0)
+        known = version(shared), sizes, channels, shapes, limits, least
+        return cls(shared, checks, *known, nonnegative, positive)
 
 
-def _judge_one(
-    shared: Mapping[str, Running], update: object, rules: Mapping[str, _Rules], checks: Collection[str]
-) -> Verdict:
+def _read(update: Any, rules: _Rules, row: Tensor) -> tuple[Verdict, int | None]:
+    """Read one client's update into its row: the verdict, and the message's id if it has one."""
+    try:
+        verdict, identity = _judge_envelope(update, rules)
+        if verdict is not None:
+            return verdict, None
+        if _read_ordinary(update, rules, row):
+            return USED, identity
+        layers = {name: update[name] for name in rules.shared}
+    except Exception as error:  # an object of theirs may raise anything
+        return Verdict(False, "schema", None, f"it cannot be read: {type(error).__name__}"), None
+    return _read_any(layers, rules, row), identity
+
+
+def _judge_envelope(update: Any, rules: _Rules) -> tuple[Verdict | None, int | None]:
+    """What is wrong with an update before its layers are looked at, or None; and its id."""
     if not isinstance(update, Mapping):
-        return Verdict(False, "schema", None, f"expected an update, got {type(update).__name__}")
+        return Verdict(False, "schema", None, f"expected an update, got {type(update).__name__}"), None
+    identity = None
     if isinstance(update, Update):
+        identity = update.id
         if not isinstance(update.layers, Mapping) or not all(_whole(n) for n in (update.round, update.id)):
-            return Verdict(False, "schema", None, "layers must be a mapping, round and id integers")
-        if update.format != FORMAT:
-            return Verdict(False, "schema", None, f"format {update.format!r}, expected {FORMAT}")
-        stale = update.round is not None and update.round != version(shared)
-        if stale and "stale_round" in checks:
-            detail = f"round {update.round!r}, expected {version(shared)}"
-            return Verdict(False, "stale_round", None, detail)
-    missing, extra = set(shared) - set(update), set(update) - set(shared)
+            return Verdict(False, "schema", None, "layers must be a mapping, round and id integers"), None
+        if not _whole(update.format) or update.format != FORMAT:
+            return Verdict(False, "schema", None, f"format {shown(update.format)}, expected {FORMAT}"), None
+        stale = update.round is not None and update.round != rules.version
+        if stale and "stale_round" in rules.checks:
+            detail = f"round {shown(update.round)}, expected {rules.version}"
+            return Verdict(False, "stale_round", None, detail), None
+    if list(update) == list(rules.shared):
+        return None, identity
+    missing, extra = set(rules.shared) - set(update), set(update) - set(rules.shared)
     if missing or extra:
         layer = min(missing or extra, key=str)
         detail = "this layer is missing" if missing else "the model has no such layer"
-        return Verdict(False, "schema", str(layer), detail)
-    for name, running in shared.items():
-        for reason, detail in _problems(running, update[name], rules[name]):
-            if reason == "schema" or reason in checks:
-                return Verdict(False, reason, name, detail)
-    if all(int(update[name].count) == 0 for name in shared):
+        return Verdict(False, "schema", str(layer)[:200], detail), None
+    return None, identity
+
+
+def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
+    """Read an update in which everything is as it should be, all layers at once; False if in doubt."""
+    layers = [update[name] for name in rules.shared]
+    if set(map(type, layers)) != {Moments}:
+        return False
+    counts, means, variances = zip(*layers, strict=True)
+    tensors = (*means, *variances)
+    if set(map(type, counts)) != {int} or set(map(type, tensors)) != {Tensor}:
+        return False
+    if not all(0 <= count <= limit for count, limit in zip(counts, rules.limits, strict=True)):
+        return False
+    if not {(t.dtype, t.layout, t.is_cpu) for t in tensors} <= _ORDINARY:
+        return False
+    if [t.shape for t in means] != rules.shapes or [t.shape for t in variances] != rules.shapes:
+        return False
+    if not any(counts):
+        return False
+    with torch.no_grad():
+        torch.cat(tensors, out=row[len(counts) :])
+    row[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
+    _clear_unseen(row, rules)
+    mean, var = row[len(counts) :].view(2, -1)
+    if not rules.channels:
+        return True
+    largest_mean, largest_var = rules.bounds
+    (least, most), (narrowest, widest) = torch.stack(
+        [torch.stack(mean.aminmax()), torch.stack(var.aminmax())]
+    ).tolist()
+    fine = -largest_mean <= least and most <= largest_mean and 0 <= narrowest and widest <= largest_var
+    return fine and (rules.positive is None or bool((mean[rules.positive] >= 0).all()))
+
+
+def _read_any(layers: Mapping[str, Any], rules: _Rules, row: Tensor) -> Verdict:
+    """Read what is not ordinary, a layer at a time: the verdict, with the first layer that is wrong."""
+    counts, means, variances = [], [], []
+    for (name, running), limit in zip(rules.shared.items(), rules.limits, strict=True):
+        try:
+            for reason, detail in _problems(running, layers[name], limit, name in rules.nonnegative):
+                if reason == "schema" or reason in rules.checks:
+                    return Verdict(False, reason, name, detail)
+            count, mean, var = layers[name]
+            counts.append(int(count))
+            means.append(mean.detach().cpu().double())
+            variances.append(var.detach().cpu().double())
+        except Exception as error:
+            return Verdict(False, "schema", name, f"it cannot be read: {type(error).__name__}")
+    if not any(counts):
         return Verdict(False, "empty", None, "it has seen no values in any layer")
+    row.copy_(torch.cat([torch.tensor(counts, dtype=torch.float64), *means, *variances]))
+    _clear_unseen(row, rules)
     return USED
 
 
-def _problems(running: Running, moments: object, rules: _Rules) -> Iterator[tuple[Reason, str]]:
+def _clear_unseen(row: Tensor, rules: _Rules) -> None:
+    """A layer of which the client has seen nothing says nothing, whatever is written there."""
+    counts = row[: len(rules.sizes)]
+    if not bool(counts.all()):
+        unseen = spread(counts == 0, rules.sizes, rules.channels)
+        row[len(counts) :].view(2, -1).masked_fill_(unseen, 0)
+
+
+def _problems(
+    running: Running, moments: Any, limit: float, nonnegative: bool
+) -> Iterator[tuple[Reason, str]]:
     """What is wrong with a layer's moments, the worst first; after a problem of schema nothing more."""
     if not isinstance(moments, Moments):
         yield "schema", f"expected Moments(count, mean, var), got {type(moments).__name__}"
         return
     count, *fields = moments
-    reason, detail = _judge_count(count, rules.limit)
+    reason, detail = _judge_count(count, limit)
     if reason == "schema":
         yield reason, detail
     for what, value in zip(("mean", "var"), fields, strict=True):
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             yield "schema", f"{what} must be a floating-point tensor"
-        elif value.layout != torch.strided or value.is_meta:
+        elif not is_ordinary(value):
             yield "schema", f"{what} must be an ordinary tensor with values"
         elif value.shape != running.mean.shape:
             yield "schema", f"{what} has shape {tuple(value.shape)}, expected {tuple(running.mean.shape)}"
-    mean, var = fields
-    # What is finite here must stay finite when it is squared, summed and cast back.
-    top = torch.finfo(running.mean.dtype).max / 8
-    for what, value, bound in (("mean", mean, math.sqrt(top)), ("var", var, top)):
+    mean, var = (value.detach() for value in fields)
+    for what, value, bound in zip(("mean", "var"), (mean, var), _bounds(running), strict=True):
         if not bool(value.isfinite().all()):
             yield "non_finite", f"{what} has a value that is not finite"
         if bool((value.abs().double() > bound).any()):
             yield "non_finite", f"{what} is too large for {running.mean.dtype}"
     if bool((var < 0).any()):
         yield "impossible_moments", f"the variance is {float(var.min()):.3g}"
-    if rules.nonnegative and bool((mean < 0).any()):
+    if nonnegative and bool((mean < 0).any()):
         yield "impossible_moments", f"the mean of what is never below 0 is {float(mean.min()):.3g}"
     if reason is not None:
         yield reason, detail
@@ -156,15 +269,47 @@ def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
     if isinstance(count, float) and not math.isfinite(count):
         return "non_finite", f"count is {count}"
     if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-        return "schema", f"count is {count!r}, expected an integer"
+        return "schema", f"count is {shown(count)}, expected an integer"
     if not 0 <= int(count) <= limit:
-        return "count_out_of_range", f"count is {count}, allowed are 0 to {limit:.0f}"
+        return "count_out_of_range", f"count is {shown(int(count))}, allowed are 0 to {limit:.0f}"
     return None, ""
 
 
 def _countable(count: Any) -> bool:
     """Whether moments can be merged with this count at all: a number of values, of any size that adds up."""
-    return math.isfinite(count) and 0 <= int(count) <= _LARGEST_COUNT
+    return 0 <= count <= _LARGEST_COUNT
+
+
+def _bounds(running: Running) -> tuple[float, float]:
+    """The largest mean and variance: what is finite here must stay so, squared, summed and cast back."""
+    top = torch.finfo(running.mean.dtype).max / 8
+    return math.sqrt(top), top
+
+
+def _duplicates(
+    verdicts: Mapping[Hashable, Verdict], ids: list[int | None], rows: Tensor
+) -> dict[Hashable, Verdict]:
+    """Verdicts on messages whose id another one has too."""
+    by_id: dict[int, list[tuple[Hashable, Tensor]]] = {}
+    for (client, verdict), identity, row in zip(verdicts.items(), ids, rows, strict=True):
+        if verdict.used and identity is not None:
+            by_id.setdefault(identity, []).append((client, row))
+    found = {}
+    for (first, row), *others in by_id.values():
+        left_out = [client for client, _ in others]
+        if all(torch.equal(row, other) for _, other in others):
+            detail = f"the same message as from client {first!r}"
+        else:
+            left_out, detail = [first, *left_out], "a different message has the same id"
+        found |= {client: Verdict(False, "duplicate", None, detail) for client in left_out}
+    return found
+
+
+def _all_in(names: Collection, known: Collection) -> bool:
+    try:
+        return all(name in known for name in names)
+    except TypeError:  # not hashable, and so not the name of anything
+        return False
 
 
 def _whole(number: object) -> bool:
@@ -179,14 +324,5 @@ def _limit(name: str, max_count: float | Mapping[str, float] | None) -> float:
     if max_count is None:
         return _LARGEST_COUNT
     if not isinstance(max_count, numbers.Real) or not max_count > 0:
-        raise ValueError(f"max_count is {max_count!r} for layer {name!r}; it must be positive")
+        raise ValueError(f"max_count is {shown(max_count)} for layer {name!r}; it must be positive")
     return min(max_count, _LARGEST_COUNT)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return all(
-        int(one[name].count) == int(other[name].count)
-        and torch.equal(one[name].mean, other[name].mean)
-        and torch.equal(one[name].var, other[name].var)
-        for name in one
-    )

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from .convert import federated_layers
-from .messages import Update, new_id, same_layers
-from .moments import Moments, Running, combine, settings_problem
+from .flat import grouped, numbers, side_by_side, split, union
+from .layers import FederatedBatchNorm, seen_by, start_rounds
+from .messages import DTYPES, Update, new_id, same_layers
+from .moments import Moments, Running, settings_problem, shown
 from .reduce import statistics_dtype
 
 if TYPE_CHECKING:
@@ -24,13 +26,17 @@ def statistics(model: nn.Module) -> dict[str, Running]:
         >>> shared["0"].var, shared["0"].tracked
         (tensor([1., 1.]), 0)
     """
-    shared = {}
-    for name, layer in federated_layers(model).items():
-        mean, var, tracked = _buffers(layer)
-        dtype = statistics_dtype(mean)
-        mean, var = (t.detach().to("cpu", dtype, copy=True) for t in (mean, var))
-        shared[name] = Running(mean, var, int(tracked), layer.momentum, layer.eps)
-    return shared
+    layers = federated_layers(model)
+    steps = numbers([layer.num_batches_tracked for layer in layers.values()])
+    tracked = dict(zip(layers, steps, strict=True))
+    shared: dict[str, Running | None] = dict.fromkeys(layers)
+    for group in _alike(layers):
+        buffers = [buffer for what in (0, 1) for _, layer in group for buffer in [_buffers(layer)[what]]]
+        values = side_by_side(buffers).detach()
+        parts = values.to("cpu", statistics_dtype(values)).split([len(buffer) for buffer in buffers])
+        for (name, layer), mean, var in zip(group, parts, parts[len(group) :], strict=False):
+            shared[name] = Running(mean, var, tracked[name], layer.momentum, layer.eps)
+    return shared  # pyrefly: ignore
 
 
 def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
@@ -45,24 +51,23 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
     """
     layers = federated_layers(model)
     same_layers(shared, layers)
+    check_statistics(shared, {name: layer.num_features for name, layer in layers.items()})
     for name, layer in layers.items():
-        check_running(name, shared[name], layer.num_features)
-        dtype = _buffers(layer)[0].dtype
-        for what in ("mean", "var"):
-            if not bool(getattr(shared[name], what).to(dtype).isfinite().all()):
-                raise ValueError(f"layer {name!r}: {what} is too large for {dtype}")
         if shared[name].eps != layer.eps:
             raise ValueError(
                 f"layer {name!r}: eps is {layer.eps} in the model and {shared[name].eps} in the "
                 "statistics; build the model the same way everywhere"
             )
     with torch.no_grad():
-        for name, layer in layers.items():
-            mean, var, tracked = _buffers(layer)
-            mean.copy_(shared[name].mean)
-            var.copy_(shared[name].var)
-            tracked.fill_(shared[name].tracked)
-            layer.start_round()
+        groups = _alike(layers)
+        values = [_cast(group, shared) for group in groups]  # all of it before anything is changed
+        for group, new in zip(groups, values, strict=True):
+            means, variances, tracked = zip(*(_buffers(layer) for _, layer in group), strict=True)
+            parts = new.to(means[0].device).split([len(buffer) for buffer in (*means, *variances)])
+            torch._foreach_copy_([*means, *variances], parts)
+            steps = torch.tensor([shared[name].tracked for name, _ in group], device=tracked[0].device)
+            torch._foreach_copy_(tracked, steps.unbind())
+    start_rounds(list(layers.values()))
 
 
 def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
@@ -84,17 +89,14 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
         Moments(count=2, mean=tensor([6.], dtype=torch.float64), var=tensor([4.], dtype=torch.float64))
     """
     layers = federated_layers(model)
-    seen = {name: layer.seen() for name, layer in layers.items()}
-    moments = {name: m for name, (m, _) in seen.items()}
-    skipped = {name: refused for name, (_, refused) in seen.items()}
-    identity = new_id()
+    seen, identity = seen_by(list(layers.values())), new_id()
     if group is not None:
         device = next((layer._seen.device for layer in layers.values()), torch.device("cpu"))
-        moments, skipped, identity = _gather(moments, skipped, identity, group, device)
-    for layer in layers.values():
-        layer.start_round()
-    skipped = {name: times for name, times in skipped.items() if times}
-    current = sum(int(_buffers(layer)[2]) for layer in layers.values())
+        seen, identity = _gather(seen, identity, group, device)
+    start_rounds(list(layers.values()))
+    moments = {name: m for name, (m, _) in zip(layers, seen, strict=True)}
+    skipped = {name: times for name, (_, times) in zip(layers, seen, strict=True) if times}
+    current = sum(numbers([layer.num_batches_tracked for layer in layers.values()]))
     return Update(moments, round=current, skipped=skipped, id=identity)
 
 
@@ -123,15 +125,62 @@ def discard_step(model: nn.Module) -> None:
         layer.close_step()
 
 
+def check_statistics(shared: Mapping[str, Running], channels: Mapping[str, int] | None = None) -> None:
+    """Raise a ValueError that names the layer and the field if any of the statistics are not usable.
+
+    Args:
+        shared: what a server or a client was given.
+        channels: how many channels each layer must have.
+    """
+    try:
+        fine = _look_fine(shared, channels)
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+        fine = False
+    if not fine:  # then one of them is odd, or on another device: what it is takes longer
+        for name, running in shared.items():
+            check_running(name, running, None if channels is None else channels[name])
+
+
+def _look_fine(shared: Mapping[str, Running], channels: Mapping[str, int] | None) -> bool:
+    """`check_running` for all layers in one go; False if in doubt."""
+    if not shared or not all(type(running) is Running for running in shared.values()):
+        return False
+    means, variances, tracked, momentum, eps = zip(*shared.values(), strict=True)
+    tensors = (*means, *variances)
+    sizes = [mean.shape for mean in means] if channels is None else [(channels[name],) for name in shared]
+    if not (
+        all(map(is_ordinary, tensors))
+        and [t.shape for t in tensors] == sizes * 2
+        and all(len(size) == 1 for size in sizes)
+        and all(type(steps) is int and 0 <= steps < 2**63 for steps in tracked)
+        and not any(map(settings_problem, momentum, eps))
+    ):
+        return False
+    with torch.no_grad():
+        values = side_by_side(tensors)
+    negative = values[sum(map(len, means)) :] < 0
+    return bool((values.isfinite().all() & negative.any().logical_not()).item())
+
+
+def is_ordinary(value: object) -> bool:
+    """Whether this is a plain tensor of floating-point values that can be read."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in DTYPES
+        and value.layout == torch.strided
+        and not (value.is_meta or value.is_nested)
+    )
+
+
 def check_running(name: str, running: Running, channels: int | None = None) -> None:
     """Raise a ValueError that names the layer and the field if statistics are not usable."""
     if not isinstance(running, Running):
         raise ValueError(f"layer {name!r}: expected Running statistics, got {type(running).__name__}")
     for what in ("mean", "var"):
         value = getattr(running, what)
-        expected = channels if channels is not None or what == "mean" else len(running.mean)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 1:
+        if not is_ordinary(value) or value.dim() != 1:
             raise ValueError(f"layer {name!r}: {what} must be a floating-point tensor of shape (channels,)")
+        expected = channels if channels is not None or what == "mean" else len(running.mean)
         if expected is not None and len(value) != expected:
             raise ValueError(f"layer {name!r}: {what} has {len(value)} channels, expected {expected}")
         if not bool(value.isfinite().all()):
@@ -139,7 +188,7 @@ def check_running(name: str, running: Running, channels: int | None = None) -> N
     if bool((running.var < 0).any()):
         raise ValueError(f"layer {name!r}: var is negative")
     if not isinstance(running.tracked, int) or not 0 <= running.tracked < 2**63:
-        raise ValueError(f"layer {name!r}: tracked is {running.tracked!r}, not a count")
+        raise ValueError(f"layer {name!r}: tracked is {shown(running.tracked)}, not a count")
     problem = settings_problem(running.momentum, running.eps)
     if problem:
         raise ValueError(f"layer {name!r}: {problem}")
@@ -149,23 +198,37 @@ def _buffers(layer) -> tuple[Tensor, Tensor, Tensor]:
     return layer.running_mean, layer.running_var, layer.num_batches_tracked
 
 
-def _gather(moments, skipped, identity, group, device):
-    """Combine the moments of a client's processes; all of them take the first one's id."""
-    names = list(moments)
-    flat = [torch.tensor([float(identity)], dtype=torch.float64)]
-    for name in names:
-        count, mean, var = moments[name]
-        flat += [torch.tensor([count, skipped[name]], dtype=torch.float64), mean, var]
-    mine = torch.cat(flat).to(device)
+def _alike(layers: Mapping[str, FederatedBatchNorm]) -> list[list[tuple[str, FederatedBatchNorm]]]:
+    """Layers whose statistics are of one type, on one device."""
+    return grouped(layers.items(), lambda item: (_buffers(item[1])[0].device, _buffers(item[1])[0].dtype))
+
+
+def _cast(group: list[tuple[str, FederatedBatchNorm]], shared: Mapping[str, Running]) -> Tensor:
+    """Means, then variances of these layers side by side, in the type of the model."""
+    dtype = _buffers(group[0][1])[0].dtype
+    fields = {what: [getattr(shared[name], what) for name, _ in group] for what in ("mean", "var")}
+    values = side_by_side([*fields["mean"], *fields["var"]]).to(dtype)
+    if not bool(values.isfinite().all()):
+        for i, (name, _) in enumerate(group):
+            for what, tensors in fields.items():
+                if not bool(tensors[i].to(dtype).isfinite().all()):
+                    raise ValueError(f"layer {name!r}: {what} is too large for {dtype}")
+    return values
+
+
+def _gather(
+    seen: list[tuple[Moments, int]], identity: int, group: "ProcessGroup", device: torch.device
+) -> tuple[list[tuple[Moments, int]], int]:
+    """Bring the moments of a client's processes together; all of them take the first one's id."""
+    sizes = [len(m.mean) for m, _ in seen]
+    layers, channels = len(sizes), sum(sizes)
+    head = [float(identity), *(m.count for m, _ in seen), *(refused for _, refused in seen)]
+    counts = torch.tensor(head, dtype=torch.float64)
+    mine = torch.cat([counts, *(m.mean for m, _ in seen), *(m.var for m, _ in seen)]).to(device)
     parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, mine, group=group)
     rows = torch.stack(parts).cpu()
-    merged, lost, at = {}, {}, 1
-    for name in names:
-        c = len(moments[name].mean)
-        count, mean, var = rows[:, at], rows[:, at + 2 : at + 2 + c], rows[:, at + 2 + c : at + 2 + 2 * c]
-        union = combine(Moments(count.long(), mean, var))
-        merged[name] = Moments(int(union.count), union.mean, union.var)
-        lost[name] = int(rows[:, at + 1].sum())
-        at += 2 + 2 * c
-    return merged, lost, int(rows[0, 0])
+    first, count, refused, mean, var = rows.split([1, layers, layers, channels, channels], 1)
+    flat = union(count.long(), mean, var, torch.tensor(sizes))
+    lost = refused.sum(0).long().tolist()
+    return list(zip(split(flat, sizes), lost, strict=True)), int(first[0])

@@ -15,7 +15,6 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .reduce import statistics_dtype
@@ -23,6 +22,7 @@ from .reduce import statistics_dtype
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
 _APART = 30.0  # how much a layer may let through for what lies between clients; measured on digits
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 Limit = float | Literal["auto"] | None
 
 
@@ -209,19 +209,16 @@ class _Hold(torch.autograd.Function):
 class _NormalizeAndHold(torch.autograd.Function):
     """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
 
-    With A = weight / s the gradient is A g - A rho (mean(g) + b mean(g b)), and the last part is the batch
-    normalized by itself, with -A rho mean(g b) as weight and -A rho mean(g) as bias.
+    With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part is
+    BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var.
     """
 
     @staticmethod
-    def forward(x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
-        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps, ctx.share = inputs
-        ctx.has_bias = tensors.pop(4) is not None
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
+        # No `setup_context`: it binds arguments by the signature, which takes longer than a small layer.
+        ctx.eps, ctx.share, ctx.has_bias = eps, share, bias is not None
+        ctx.save_for_backward(x, mean, var, weight, batch_mean, batch_var)
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, True)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -229,19 +226,23 @@ class _NormalizeAndHold(torch.autograd.Function):
         g, eps = gradients[0], ctx.eps
         if torch.is_grad_enabled():  # to be differentiated once more
             return _written_out(ctx, g)
-        rstd, batch_rstd = (var + eps).rsqrt(), (batch_var + eps).rsqrt()
-        sums = torch.ops.aten.native_batch_norm_backward.default
-        nothing, wanted = (None, None), [False, True, True]
-        _, slope, level = sums(g, x, weight, *nothing, u, batch_rstd, True, eps, wanted)
-        count = x.numel() // x.shape[1]
-        factor = rstd if weight is None else rstd * weight.to(rstd.dtype)
-        part = factor * (-ctx.share / count)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = F.batch_norm(x, u, batch_var, part * slope, part * level, training=False, eps=eps)
-            dx.addcmul_(g, factor.to(g.dtype).view(-1, *[1] * (x.dim() - 2)))
+        # A small layer costs what its operations cost to call: hence as few as there can be.
+        rstd, deviation = (var + eps).rsqrt_(), (batch_var + eps).sqrt_()
+        factor = rstd if weight is None else rstd * weight
+        wanted = [ctx.needs_input_grad[0], True, True]
+        dx, slope, level = _batch_norm_backward(
+            g, x, (factor * deviation).mul_(ctx.share), None, None, u, deviation.reciprocal(), True, eps, wanted
+        )
+        if dx is not None:
+            rest = factor.view(-1, *[1] * (x.dim() - 2))
+            if isinstance(ctx.share, Tensor):
+                dx.addcmul_(g, (1 - ctx.share) * rest)
+            elif ctx.share != 1:
+                dx.addcmul_(g, rest, value=1 - ctx.share)
         # The sum of g times the shared normalization, from that of g times the batch's own.
-        for_weight = None if weight is None else (slope / batch_rstd + (u - mean) * level) * rstd
+        for_weight = None
+        if weight is not None:
+            for_weight = (u - mean).mul_(level).addcmul_(slope, deviation).mul_(rstd)
         return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
 
 

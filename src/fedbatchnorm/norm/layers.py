@@ -6,12 +6,14 @@ model is cast, and are never broadcast by DistributedDataParallel.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .flat import Flat, grouped, side_by_side, split, union
 from .gradient import GRADIENT, Limit, limit_for
 from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
@@ -56,8 +58,7 @@ class FederatedBatchNorm(_BatchNorm):
         assert like is not None
         self._pending: list[_Pass] = []
         if "_seen" in self.__dict__ and self._seen.device == like.device:
-            for name in _TENSORS:
-                getattr(self, name).zero_()  # in place: a compiled graph may hold these tensors
+            torch._foreach_zero_(self._accumulators())  # in place: a compiled graph may hold these tensors
             return
         with torch.inference_mode(False):  # tensors made inside could not be changed outside
             self._count = torch.zeros((), dtype=torch.int64, device=like.device)
@@ -114,9 +115,10 @@ class FederatedBatchNorm(_BatchNorm):
 
     def seen(self) -> tuple[Moments, int]:
         """What the round has seen, as float64 on the CPU, and how many passes were refused."""
-        self.close_step()
-        seen = self._seen.detach().cpu().double()
-        return Moments(int(self._count), seen[0].clone(), seen[1].clone()), int(self._refused)
+        return seen_by([self])[0]
+
+    def _accumulators(self) -> list[Tensor]:
+        return [getattr(self, name) for name in _TENSORS]
 
     def _weight_version(self) -> int | None:
         """A number that changes when the optimiser steps; None where nothing tells."""
@@ -179,6 +181,58 @@ class FederatedBatchNorm(_BatchNorm):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self.start_round()
+
+
+def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
+    """What each layer has seen in the round, float64 on the CPU, and how many passes it refused.
+
+    Layers that saw equally many passes are taken together: the number of operations does not grow with them,
+    and a device is waited for twice.
+    """
+    found: list[tuple[Moments, int] | None] = [None] * len(layers)
+    for group in grouped(range(len(layers)), lambda i: _kind(layers[i])):
+        sizes = [layers[i].num_features for i in group]
+        flat = _union([layers[i] for i in group], sizes)
+        for i, moments, refused in zip(group, split(flat, sizes), flat.refused.tolist(), strict=True):
+            found[i] = moments, refused
+    return found  # pyrefly: ignore
+
+
+def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
+    """`start_round` for many layers at once."""
+    accumulators = []
+    for layer in layers:
+        if layer._seen.device == layer.running_mean.device:  # pyrefly: ignore
+            layer._pending = []
+            accumulators += layer._accumulators()
+        else:
+            layer.start_round()
+    for group in grouped(accumulators, lambda t: (t.device, t.dtype)):
+        torch._foreach_zero_(group)
+
+
+def _kind(layer: FederatedBatchNorm) -> tuple:
+    """What layers must have in common to be taken together."""
+    return layer._seen.device, layer._seen.dtype, tuple(len(p.moments.mean) for p in layer._pending)
+
+
+def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
+    """What these layers have seen, pending passes included, on the CPU."""
+    like = layers[0]._seen
+    passes = range(len(layers[0]._pending))
+    counts = [torch.stack([layer._count for layer in layers]).unsqueeze(0)]
+    values = [side_by_side([layer._seen for layer in layers], 1).unsqueeze(1)]  # (2, 1, d)
+    for i in passes:
+        moments = [layer._pending[i].moments for layer in layers]
+        both = [side_by_side([m[field] for m in moments], 1) for field in (1, 2)]
+        values.append(torch.stack(both).to(like))
+        counts += [torch.tensor([[m.count for m in moments]] * len(moments[0].mean), device=like.device)]
+    mean, var = torch.cat(values, 1)
+    flat = union(torch.cat(counts), mean, var, torch.tensor(sizes, device=like.device))
+    refused = flat.refused + torch.stack([layer._refused for layer in layers])
+    numbers = torch.stack([flat.count, refused]).cpu()
+    mean, var = torch.stack([flat.mean, flat.var]).detach().cpu().double()
+    return Flat(numbers[0], numbers[1], mean, var)
 
 
 class FederatedBatchNorm1d(FederatedBatchNorm, nn.BatchNorm1d):

@@ -6,6 +6,8 @@ biased variance s_i^2; (m, v) are the shared running statistics and beta is the 
 """
 
 import math
+import numbers
+import sys
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from .gradient import Batch, hold, limited, normalize_and_hold
 from .reduce import in_transform, mean_and_variance, over_channels, statistics_dtype
+
+_SHOWN, _SHOWN_BITS = 200, 256  # of a value in a message: characters of text, bits of an integer
+_LARGEST = sys.float_info.max
 
 
 class Moments(NamedTuple):
@@ -269,11 +274,27 @@ def update_running(
 
 def settings_problem(momentum: float | None, eps: float) -> str | None:
     """Why a momentum and an eps cannot be worked with, or None."""
-    if momentum is not None and not 0 < momentum <= 1:
-        return f"momentum is {momentum}; it must be in (0, 1], or None for a plain average"
-    if not 0 < eps < math.inf:
-        return f"eps is {eps}; it must be a positive number"
+    if momentum is not None and not (isinstance(momentum, numbers.Real) and 0 < momentum <= 1):
+        return f"momentum is {shown(momentum)}; it must be in (0, 1], or None for a plain average"
+    if not (isinstance(eps, numbers.Real) and 0 < eps <= _LARGEST):
+        return f"eps is {shown(eps)}; it must be a positive number"
     return None
+
+
+def shown(value: object) -> str:
+    """`repr` that is short and cannot fail, for messages about what others sent.
+
+    Example:
+        >>> shown(10**5000), shown("x")
+        ('an integer of 16610 bits', "'x'")
+    """
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # whatever an object of theirs does, the message is about it
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def tracked_steps(steps: float) -> int:

@@ -1,0 +1,96 @@
+"""All layers of a model side by side: what is done to them takes a few operations, not a few for each layer."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .moments import Moments
+
+Item = TypeVar("Item")
+
+
+class Flat(NamedTuple):
+    """What each of L layers has seen: count and refused (L,), mean and var (d,) with layers side by side."""
+
+    count: Tensor
+    refused: Tensor
+    mean: Tensor
+    var: Tensor
+
+
+def side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate, on the CPU if the tensors are not all on one device; empty if there are none."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    devices = {tensor.device for tensor in tensors}
+    return torch.cat([t.cpu() for t in tensors] if len(devices) > 1 else list(tensors), dim)
+
+
+def spread(values: Tensor, sizes: Tensor, channels: int) -> Tensor:
+    """One value for each layer, (..., L), to one for each channel, (..., d).
+
+    Example:
+        >>> spread(torch.tensor([5, 7]), torch.tensor([2, 1]), 3)
+        tensor([5, 5, 7])
+    """
+    return torch.repeat_interleave(values, sizes, -1, output_size=channels)
+
+
+def of_layers(flags: Tensor, sizes: Tensor) -> Tensor:
+    """How many of each layer's channels are flagged: (..., d) -> (..., L).
+
+    Example:
+        >>> of_layers(torch.tensor([True, False, True]), torch.tensor([2, 0, 1]))
+        tensor([1, 0, 1])
+    """
+    ends = sizes.cumsum(0)
+    running = torch.nn.functional.pad(flags.cumsum(-1), (1, 0))
+    return running.index_select(-1, ends) - running.index_select(-1, ends - sizes)
+
+
+def union(count: Tensor, mean: Tensor, var: Tensor, sizes: Tensor) -> Flat:
+    """Moments of the union of n rows for every layer (equation RV); a row that is not finite is refused.
+
+    Rows are those of one client, in the order in which they came, so they are added up as they stand.
+
+    Args:
+        count: (n, L) int64.
+        mean: (n, d).
+        var: (n, d).
+        sizes: (L,), channels of each layer.
+    """
+    broken = (mean.isfinite() & var.isfinite()).logical_not()
+    refused = of_layers(broken, sizes) > 0
+    count = count * refused.logical_not()
+    total = count.sum(0)
+    share = spread(count.to(mean.dtype) / total.clamp(min=1), sizes, mean.shape[-1])
+    there = share > 0
+    mean, var = torch.where(there, mean, 0), torch.where(there, var, 0)
+    centre = (share * mean).sum(0)
+    within = (share * (var + (mean - centre).square())).sum(0)
+    return Flat(total, refused.sum(0), centre, within)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """The items with equal keys together, in the order in which each key came first."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def numbers(tensors: Sequence[Tensor]) -> list[int]:
+    """The values of integer tensors of shape (), read in one go for each device."""
+    values = [0] * len(tensors)
+    for group in grouped(range(len(tensors)), lambda i: tensors[i].device):
+        for i, value in zip(group, torch.stack([tensors[i] for i in group]).tolist(), strict=True):
+            values[i] = value
+    return values
+
+
+def split(flat: Flat, sizes: Sequence[int]) -> list[Moments]:
+    """Each layer's moments, as views."""
+    parts = flat.mean.split(list(sizes)), flat.var.split(list(sizes))
+    return [Moments(*of_layer) for of_layer in zip(flat.count.tolist(), *parts, strict=True)]
