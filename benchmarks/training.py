@@ -23,7 +23,7 @@ from fedbatchnorm.experiments.environment import choose_device
 from fedbatchnorm.experiments.folder import read_results
 from fedbatchnorm.experiments.runner import Options, run_all
 
-OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
+OURS = {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True}
 RIVALS = [{"scheme": s} for s in ("naive", "groupnorm", "fixbn", "fbn", "hbn", "fbn_blend")]
 ONE_CLASS = {"partition": "gamma", "gamma": 0.0}
 DIRICHLET = {"partition": "dirichlet", "alpha": 0.1}
@@ -54,7 +54,9 @@ def digits():
     base = [FEDAVG | {"dataset": "digits", "batch": 32, "evaluate_every": 200}]
     splits = [{"partition": "gamma", "gamma": 1.0}, DIRICHLET, ONE_CLASS]
     rates, seeds = axis("lr", 0.01, 0.05, 0.2), axis("seed", 0, 1, 2)
-    return grid(axis("model", "cnn16", "plain9"), seeds, base, work, splits, rates, limits, [OURS, *RIVALS])
+    again = {"scheme": "naive", "recalibrate": True}  # what evaluating with fresh statistics does by itself
+    ways = [OURS, *RIVALS, again]
+    return grid(axis("model", "cnn16", "plain9"), seeds, base, work, splits, rates, limits, ways)
 
 
 def shares():

@@ -83,6 +83,39 @@ def test_the_next_share_is_that_of_next_gradient_with_the_merge_s_steps(robust):
     assert len({FIRST_SHARE, *seen}) == 4
 
 
+def test_clients_learn_in_which_layers_they_are_alike(tmp_path):
+    app, plain, sent, shares = ClientApp(), client_app(lambda node: 6 * (node + 1)), [], []
+
+    @app.train()
+    def train(message, context):
+        model = fbn.convert(cnn())
+        load(model, message)
+        sent.append(dict(message.content[RECORD]))
+        shares.append([model[2].gradient, model[5].gradient])
+        return plain._registered_funcs["train.default"](message, context)
+
+    def start(rounds, file):
+        inner = FedAvg(fraction_evaluate=0.0)
+        strategy = FederatedBatchNormStrategy(
+            inner, model=fbn.convert(cnn()), calibrate=False, checkpoint=file
+        )
+        strategy.start(LocalGrid(app, 4), ArrayRecord(cnn().state_dict()), num_rounds=rounds)
+        return strategy
+
+    strategy = start(1, tmp_path / "half")
+    assert shares == [[FIRST_SHARE] * 2] * 4
+    known = dict(strategy.result.between)
+    assert set(known) == {"2", "5"}
+    start(2, tmp_path / "half")
+    want = [pytest.approx(1 - min(1 - strategy.gradient, 30 * known[name])) for name in ("2", "5")]
+    assert shares[4:] == [want] * 4
+    assert sent[4]["layers"] == [*known]
+    assert sent[4]["between"] == [*known.values()]
+    before = len(shares)
+    start(2, tmp_path / "whole")
+    assert shares[before + 4 :] == shares[4:8]  # stopped and continued, or at one go
+
+
 def test_a_round_that_changes_nothing_does_not_change_the_share():
     strategy, _ = run(client_app(), rounds=2, quorum=5)
     assert strategy.gradient == FIRST_SHARE

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import fedbatchnorm as fbn
 from fedbatchnorm.aggregation.aggregators import mean as plain_mean
-from fedbatchnorm.aggregation.statistics import cohort_factor
+from fedbatchnorm.aggregation.cohort import between_clients, cohort_factor
 from fedbatchnorm.data import datasets
+from fedbatchnorm.norm.moments import Moments, Running
 
 FRESH = {"bn": fbn.Running(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))}
 counts = st.integers(1, 1000)
@@ -200,3 +201,58 @@ def test_steps_of_a_list_are_by_place():
 def test_steps_that_are_missing_or_impossible_name_the_client(steps, message):
     with pytest.raises(ValueError, match=message):
         fbn.merge(FRESH, {"a": moments(3, 1.0, 1.0), "b": moments(3, 1.0, 1.0)}, steps=steps)
+
+
+def part(seen, factor=1.0):
+    """B / (W + B) by channel, in plain loops over what each client's values would be."""
+    parts = []
+    for c in range(seen.mean.shape[1]):
+        n = [float(k) for k in seen.count]
+        u = sum(k * m for k, m in zip(n, seen.mean[:, c].tolist(), strict=True)) / sum(n)
+        between = sum(k * (m - u) ** 2 for k, m in zip(n, seen.mean[:, c].tolist(), strict=True)) / sum(n)
+        within = sum(k * v for k, v in zip(n, seen.var[:, c].tolist(), strict=True)) / sum(n)
+        parts.append(factor * between / (within + factor * between))
+    return parts
+
+
+def three_clients():
+    torch.manual_seed(3)
+    return Moments(torch.tensor([20, 7, 13]), torch.randn(3, 4).double(), torch.rand(3, 4).double())
+
+
+def test_the_part_between_clients():
+    seen = three_clients()
+    assert between_clients(seen).tolist() == pytest.approx(part(seen))
+    factor = float(cohort_factor(seen.count, 30))
+    assert between_clients(seen, 30).tolist() == pytest.approx(part(seen, factor))
+    by_channel = seen._replace(count=seen.count[:, None].expand(3, 4))
+    assert between_clients(by_channel).tolist() == pytest.approx(part(seen))
+    alike = seen._replace(mean=seen.mean[:1].expand(3, 4))
+    assert between_clients(alike).max() < 1e-12
+
+
+def test_the_part_between_clients_where_it_cannot_be_known():
+    seen = three_clients()
+    one = Moments(seen.count[:1], seen.mean[:1], seen.var[:1])
+    assert between_clients(one, 30).tolist() == [1.0] * 4  # of several: it may be anything
+    assert between_clients(one).tolist() == [0.0] * 4  # of one: there are no others
+    nothing = Moments(torch.zeros(3), torch.zeros(3, 4), torch.zeros(3, 4))
+    assert between_clients(nothing).tolist() == [1.0] * 4
+    constant = Moments(torch.tensor([5, 5]), torch.zeros(2, 4), torch.zeros(2, 4))
+    assert between_clients(constant).tolist() == [0.0] * 4
+
+
+def test_merge_tells_the_part_between_clients():
+    seen = three_clients()
+    shared = {name: Running(torch.zeros(4), torch.ones(4)) for name in ("a", "b")}
+    rows = zip(seen.count.tolist(), seen.mean, seen.var, strict=True)
+    updates = [
+        {"a": Moments(k, m, v), "b": Moments(k if i == 0 else 0, m, v)} for i, (k, m, v) in enumerate(rows)
+    ]
+    whole = fbn.merge(shared, updates).between
+    assert whole["a"] == pytest.approx(sum(part(seen)) / 4)
+    assert whole["b"] == 0.0  # the only client that has the layer
+    cohort = fbn.merge(shared, updates, population=30).between
+    assert cohort == {"a": pytest.approx(sum(part(seen, float(cohort_factor(seen.count, 30)))) / 4)}
+    assert fbn.merge(shared, updates, aggregator=fbn.defense("median", f=1)).between == {}
+    assert fbn.merge(shared, updates, quorum=4).between == {}

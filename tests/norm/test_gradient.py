@@ -325,3 +325,23 @@ def test_a_share_that_is_none(share):
     fbn.convert(net)
     with pytest.raises(ValueError, match=r"between 0 .* and 1"):
         fbn.set_gradient(net, share)
+
+
+def test_layers_in_which_clients_are_alike_take_more():
+    net = fbn.convert(nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(4))), limit="auto")
+    fbn.set_gradient(net, 0.7, between={"0": 0.0, "1": 0.005, "2": 0.9})
+    assert [layer.gradient for layer in net] == [1.0, pytest.approx(0.85), 0.7, 0.7]
+    y = net[0](torch.tensor([[90.0], [110.0]]))
+    assert y.std(correction=0).item() == pytest.approx(1.0)  # the limit goes with the layer's own share
+    fbn.set_gradient(net, 0.6)
+    assert [layer.gradient for layer in net] == [0.6] * 4
+
+
+@pytest.mark.parametrize(
+    "between", [{"9": 0.1}, {"0": -0.1}, {"0": 1.1}, {"0": float("nan")}, {"0": "a"}, {"0": True}]
+)
+def test_a_part_between_clients_that_is_none(between):
+    net = fbn.convert(nn.Sequential(nn.BatchNorm1d(1)), gradient=0.3)
+    with pytest.raises(ValueError, match=r"between: .* layer '[09]'"):
+        fbn.set_gradient(net, 0.7, between=between)
+    assert net[0].gradient == 0.3

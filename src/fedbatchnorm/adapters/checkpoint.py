@@ -17,12 +17,14 @@ _NOT_JSON = object()
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds: arrays by name, the rounds done, and the share of BatchNorm's gradient; None
-    in files from before there was one, and where it is not the server's to change."""
+    """What a checkpoint holds: arrays by name, the rounds done, the share of BatchNorm's gradient, and the
+    part of each layer's variance between clients; no share in files from before there was one, and where it
+    is not the server's to change."""
 
     arrays: dict[str, np.ndarray]
     done: int
     gradient: float | None
+    between: dict[str, float]
 
 
 def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
@@ -52,6 +54,7 @@ def write_checkpoint(
     done: int,
     first: Mapping[str, Any],
     gradient: float | None = None,
+    between: Mapping[str, float] | None = None,
 ) -> None:
     """Save after round `done`; the file before stays beside it, and a crash leaves one of the two.
 
@@ -63,6 +66,7 @@ def write_checkpoint(
         done: the rounds that are finished.
         first: the strategy's `plain_state` before the first round; what has changed since is saved.
         gradient: the next round's share of BatchNorm's gradient, if that is not a setting.
+        between: what goes with it, by layer.
     """
     tensors = {f"{_ARRAYS}{name}": array.numpy() for name, array in arrays.items()}
     tensors |= {f"{_STRATEGY}{key}": value for key, value in arrays_of(strategy).items()}
@@ -71,6 +75,8 @@ def write_checkpoint(
     facts = {"format": _FORMAT, "done": str(done), "strategy": _kinds(strategy), "plain": json.dumps(changed)}
     if gradient is not None:
         facts["gradient"] = repr(gradient)  # which is exact
+    if between:
+        facts["between"] = json.dumps(dict(between))
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     write_bytes(fresh, save(tensors, facts | {"digest": _digest(tensors, facts)}))
@@ -114,7 +120,7 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
     saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)}
     restore(strategy, saved | json.loads(facts["plain"]))
     share = float(facts["gradient"]) if "gradient" in facts else None
-    return Saved({name: arrays[name] for name in like}, done, share)
+    return Saved({name: arrays[name] for name in like}, done, share, json.loads(facts.get("between", "{}")))
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], int]:

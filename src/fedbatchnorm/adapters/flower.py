@@ -100,8 +100,9 @@ class FederatedBatchNormStrategy(Strategy):
             calibrate: start from the data: a round 0 in which clients measure and nothing is learned. Only
                 with fresh statistics; clients without `@app.train("calibrate")` are passed over.
             gradient: the share of BatchNorm's gradient that clients take, sent with every request to train.
-                "auto" starts at 0.8 and follows how far the statistics drift (`next_gradient`); None sends
-                neither it nor the limit, and clients train with what they gave `convert`.
+                "auto" starts at 0.8 and follows how far the statistics drift (`next_gradient`), and layers
+                in which clients are alike take more (`set_gradient`); None sends neither it nor the limit,
+                and clients train with what they gave `convert`.
             limit: how wide and how far away a normalized batch may come out, as for `convert`: "auto" goes
                 with the share, None leaves it to the clients.
             on_divergence: when most clients' replies are not finite, or losses or activations explode, it is
@@ -168,7 +169,7 @@ class FederatedBatchNormStrategy(Strategy):
             saved = read_checkpoint(self._checkpoint, self.strategy, initial_arrays)
         if saved is not None:
             self._done = saved.done
-            self._share.start(saved.gradient)
+            self._share.start(saved.gradient, saved.between)
             initial_arrays = ArrayRecord({name: Array(value) for name, value in saved.arrays.items()})
             log(INFO, "continuing after round %s, from %s", self._done, self._checkpoint)
         elif self._calibrate:
@@ -313,8 +314,9 @@ class FederatedBatchNormStrategy(Strategy):
 
     def _save(self, arrays: ArrayRecord, done: int) -> None:
         if self._checkpoint is not None:
-            share = self._share.to_save()
-            write_checkpoint(self._checkpoint, self.strategy, arrays, done, self._first, share)
+            write_checkpoint(
+                self._checkpoint, self.strategy, arrays, done, self._first, *self._share.to_save()
+            )
 
     def _state(self, server_round: int, arrays: ArrayRecord) -> State:
         return State(server_round, arrays, snapshot(self.strategy), self.gradient)

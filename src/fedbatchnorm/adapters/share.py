@@ -46,33 +46,39 @@ class Share:
         self._first = FIRST_SHARE if self.follows else gradient
         self.limit = check_limit(limit)
         self.gradient: float | None = None
+        self.between: Mapping[str, float] = {}
         self.start()
 
-    def start(self, saved: float | None = None) -> None:
+    def start(self, saved: float | None = None, between: Mapping[str, float] | None = None) -> None:
         """Begin a run, with what was saved of it if anything was."""
         known = self.follows and saved is not None
         self.gradient = saved if known else self._first  # pyrefly: ignore
+        self.between = dict(between or {}) if known else {}
 
     def follow(self, before: Mapping[str, Running], merged: MergeResult) -> None:
-        """Set the next round's share by what a merge has moved; frozen layers tell nothing."""
+        """Set the next round's share by what a merge has moved, and by how far clients were apart in each
+        layer; frozen layers tell nothing."""
         if self.follows and merged.updated:
             assert self.gradient is not None
             self.gradient = next_gradient(self.gradient, before, merged.statistics, steps=merged.steps)
+            self.between = merged.between
 
     def hold(self) -> None:
         """Hold as much as can be: what was let through made the model diverge."""
         self.gradient = MOST if self.follows else self.gradient
+        self.between = {}
 
-    def to_save(self) -> float | None:
+    def to_save(self) -> tuple[float | None, Mapping[str, float]]:
         """What a checkpoint needs: a share that was set is not the run's, but the user's."""
-        return self.gradient if self.follows else None
+        return (self.gradient if self.follows else None), self.between
 
     def record(self) -> ConfigRecord | None:
         """What clients are sent."""
         if self.gradient is None:
             return None
         limit = {} if self.limit is None else {"limit": self.limit}
-        return ConfigRecord({"gradient": self.gradient, **limit})
+        apart = {"layers": [*self.between], "between": [*self.between.values()]} if self.between else {}
+        return ConfigRecord({"gradient": self.gradient, **limit, **apart})
 
     def __str__(self) -> str:
         """In words, for a summary."""
@@ -85,4 +91,5 @@ class Share:
 def apply(model: nn.Module, record: Mapping[str, object] | None) -> None:
     """At a client: take what the server sent; a model whose server sent nothing stays as it is."""
     if record is not None:
-        set_gradient(model, record["gradient"], limit=record.get("limit"))  # pyrefly: ignore
+        between = dict(zip(record.get("layers", ()), record.get("between", ()), strict=True))  # pyrefly: ignore
+        set_gradient(model, record["gradient"], limit=record.get("limit"), between=between)  # pyrefly: ignore

@@ -21,7 +21,7 @@ from .robust import Rows as Rows
 from .robust import robust_update as robust_update
 from .robust import running_rows as running_rows
 from .robust import split_layers as split_layers
-from .table import Table, Union, exact_step, next_statistics, of_population, robust_steps, union
+from .table import Table, Union, exact_step, next_statistics, of_population, part_between, robust_steps, union
 from .verdicts import CHECKS, Verdict, read_all
 
 _LEAST_MOMENTUM = 1e-150  # the robust rule squares what is multiplied by it
@@ -204,7 +204,11 @@ def _collapsed(
     ratio = robust / torch.maximum(exact, table.spread([running.eps for running in shared.values()]))
     outside = of_layers((ratio < 0.01) | (ratio > 100), table.sizes).tolist()
     return [
-        Notice(name, "robust_collapse", f"{far} of {channels} channels: variance far from that of the plain merge")
+        Notice(
+            name,
+            "robust_collapse",
+            f"{far} of {channels} channels: variance far from that of the plain merge",
+        )
         for name, taken, far, channels in zip(shared, merged, outside, table.sizes.tolist(), strict=True)
         if taken and far
     ]

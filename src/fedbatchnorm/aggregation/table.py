@@ -29,7 +29,9 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, shared: Mapping[str, Running], rows: Tensor) -> "Table":
-        m, v = (side_by_side([getattr(r, k) for r in shared.values()]).cpu().double() for k in ("mean", "var"))
+        m, v = (
+            side_by_side([getattr(r, k) for r in shared.values()]).cpu().double() for k in ("mean", "var")
+        )
         sizes = torch.tensor([len(running.mean) for running in shared.values()], dtype=torch.int64)
         return cls(*rows.split([len(sizes), len(m), len(m)], 1), m, v, sizes)
 
@@ -95,10 +97,12 @@ def of_population(table: Table, seen: Union, cohorts: Sequence[int], population:
 
 
 def part_between(table: Table, seen: Union) -> Tensor:
-    """The part of the variance that lies between clients, (L,): the mean over a layer's channels of B / s^2."""
+    """The part of the variance that lies between clients, (L,): the mean over channels of B / s^2."""
     part = seen.between / seen.var.clamp(min=1e-30)
     layer = spread(torch.arange(len(table.sizes)), table.sizes, len(table.m))
-    return torch.zeros(len(table.sizes), dtype=part.dtype).index_add_(0, layer, part) / table.sizes.clamp(min=1)
+    return torch.zeros(len(table.sizes), dtype=part.dtype).index_add_(0, layer, part) / table.sizes.clamp(
+        min=1
+    )
 
 
 def exact_step(table: Table, seen: Union, beta: Sequence[float]) -> tuple[Tensor, Tensor]:

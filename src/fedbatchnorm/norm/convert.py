@@ -5,7 +5,7 @@ buffers, hooks, mode, names, sharing and every reference the user holds are kept
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.swa_utils import AveragedModel
 
-from .gradient import Limit, check_limit, check_share
+from .gradient import Limit, check_limit, check_share, share_by_layer
 from .layers import _STATE, FederatedBatchNorm, federated_class, layer_problem
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
@@ -74,24 +74,43 @@ def convert(model: nn.Module, *, gradient: float | None = None, limit: Limit = N
     return model
 
 
-def set_gradient(model: nn.Module, gradient: float, *, limit: Limit = None) -> None:
-    """Set the share of BatchNorm's gradient that all layers of a converted model take from here on.
+def set_gradient(
+    model: nn.Module,
+    gradient: float,
+    *,
+    limit: Limit = None,
+    between: Mapping[str, float] | None = None,
+) -> None:
+    """Set the share of BatchNorm's gradient that the layers of a converted model take from here on.
 
     Args:
         model: a converted model.
         gradient: from 0 (the paper's federated BatchNorm) to 1; what a compiled model has compiled is
             compiled again when it changes.
         limit: how wide and how far away a batch may come out, as for `convert`; left as it is if not given.
+        between: layer -> the part of its variance that lies between clients, as `merge` returns it: a layer
+            where that is small takes more than `gradient` (`share_by_layer`), and one that is not in it takes
+            `gradient`. If not given, all take `gradient`.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
         >>> set_gradient(model, 0.5)
         >>> model[1].gradient
         0.5
+        >>> set_gradient(model, 0.5, between={"1": 0.004})
+        >>> round(model[1].gradient, 6)
+        0.88
     """
     share, limit = check_share(gradient), check_limit(limit)
-    for layer in federated_layers(model).values():
-        layer.gradient = share
+    layers = federated_layers(model)
+    for name, part in (between or {}).items():
+        if name not in layers:
+            raise ValueError(f"between: the model has no federated layer {name!r}")
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
+            raise ValueError(f"between: {part!r} for layer {name!r}; it must be a number from 0 to 1")
+    parts = torch.tensor([(between or {}).get(name, 1.0) for name in layers], dtype=torch.float64)
+    for layer, own in zip(layers.values(), share_by_layer(share, parts).tolist(), strict=True):
+        layer.gradient = own
         layer.limit = layer.limit if limit is None else limit
 
 

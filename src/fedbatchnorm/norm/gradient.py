@@ -59,7 +59,8 @@ def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
         >>> share_by_layer(0.75, torch.tensor([0.0, 0.005, 0.1, 1.0]))
         tensor([1.0000, 0.8500, 0.7500, 0.7500])
     """
-    return 1 - (_APART * between).clamp(max=1 - share)
+    through = (_APART * between).clamp(max=1 - share)
+    return torch.where(through == 1 - share, share, 1 - through)  # not 1 - (1 - share), which is rounded
 
 
 def limit_for(share: float | Tensor) -> float | Tensor:
@@ -231,7 +232,16 @@ class _NormalizeAndHold(torch.autograd.Function):
         factor = rstd if weight is None else rstd * weight
         wanted = [ctx.needs_input_grad[0], True, True]
         dx, slope, level = _batch_norm_backward(
-            g, x, (factor * deviation).mul_(ctx.share), None, None, u, deviation.reciprocal(), True, eps, wanted
+            g,
+            x,
+            (factor * deviation).mul_(ctx.share),
+            None,
+            None,
+            u,
+            deviation.reciprocal(),
+            True,
+            eps,
+            wanted,
         )
         if dx is not None:
             rest = factor.view(-1, *[1] * (x.dim() - 2))
