@@ -44,8 +44,8 @@ SPLITS = {
 CONTENDERS = {
     "plain": {"scheme": "naive"},
     "FBN": {"scheme": "fbn"},
-    "0.7, limit 2": {"scheme": "fbn", "gradient": 0.7, "limit": 2.0},
-    "ours": {"scheme": "fbn", "gradient": "auto", "limit": 2.0},
+    "0.7, limit": {"scheme": "fbn", "gradient": 0.7, "limit": "auto"},
+    "ours": {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True},
     "1": {"scheme": "fbn", "gradient": 1.0},
 }
 SETTING = {"algorithm": "fedavg", "dataset": "digits", "model": "cnn16", "clients": 10, "batch": 32}
@@ -105,9 +105,9 @@ def trace(config):
         step(lane, *args, **more)
         watch.step(before, lane.gradient)
 
-    def watched_merge(self, before, after, beta, steps):
+    def watched_merge(self, before, after, beta, *more):
         watch.merge(before, after, beta)
-        follow(self, before, after, beta, steps)
+        follow(self, before, after, beta, *more)
 
     def norms():
         return [w.norm().item() for w in watch.parts(simulation.algorithm.weights, "weight")]
@@ -126,10 +126,13 @@ def trace(config):
                 "weights": [after / first for after, first in zip(norms(), start, strict=True)],
                 "variance": [layer.running_var.mean().item() for layer in simulation.layers.values()],
             }
+            if simulation.federation.follows:
+                now["between"] = simulation.federation.between.tolist()
             rounds.append(now)
     found = {name: [now[name] for now in rounds] for name in ("accuracy", "share")}
+    by_layer = [name for name in (*BY_LAYER, "between") if name in rounds[0]]
     return found | {
-        name: [list(layer) for layer in zip(*(now[name] for now in rounds), strict=True)] for name in BY_LAYER
+        name: [list(layer) for layer in zip(*(now[name] for now in rounds), strict=True)] for name in by_layer
     }
 
 

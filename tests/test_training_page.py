@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("dynamics", "constant", "digits", "steps", "paper", "attacks")
-OURS = {"scheme": "fbn", "gradient": "auto", "limit": 2.0}
+SECTIONS = ("dynamics", "constant", "between", "digits", "steps", "paper", "attacks")
+OURS = {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True}
 MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 
 
@@ -54,8 +54,9 @@ def test_a_cell_has_its_seeds_and_a_row_its_best(page):
         run(0.7, "hbn", 1),
     ]
     text = page.digits(study("digits", rows))
-    plain, *rest, hbn, blend, ours = cells(text, "1 epoch")[3:]
-    assert (plain, hbn, blend, ours) == ("85.0 ± 7.1", "70.0 ± 0.0", "not run", "**95.0** [1]")
+    plain, *rest, hbn, blend, fresh, ours = cells(text, "1 epoch")[3:]
+    assert (plain, hbn, blend, fresh) == ("85.0 ± 7.1", "70.0 ± 0.0", "not run", "not run")
+    assert ours == "**95.0** [1]"
     assert set(rest) == {"not run"}
     assert "2 seeds" in text
     assert "commit c0ffee with uncommitted changes" in text
@@ -63,9 +64,10 @@ def test_a_cell_has_its_seeds_and_a_row_its_best(page):
 
 def test_columns_are_told_apart_by_share_and_limit(page):
     rows = [run(0.5, "fbn"), run(0.9, "ours"), run(0.1, "fbn", gradient=0.3), run(0.2, "fbn", limit=2.0)]
+    rows += [run(0.6), run(0.7, recalibrate=True), run(0.8, "fbn", lr=0.1, gradient="auto", limit=2.0)]
     text = page.digits(study("digits", rows))
-    assert cells(text, "1 epoch")[6] == "50.0"
-    assert cells(text, "1 epoch")[9] == "**90.0**"
+    assert cells(text, "1 epoch")[3:] == ["60.0", *["not run"] * 2, "50.0", *["not run"] * 2, "70.0", "**90.0**"]
+    assert "80.0" in text  # as ours was set before
 
 
 def test_how_often_each_is_close_is_counted_where_something_trains(page):
@@ -73,7 +75,7 @@ def test_how_often_each_is_close_is_counted_where_something_trains(page):
     for rate, plain, ours in ((0.01, 0.49, 0.1), (0.05, 0.9, 0.88), (0.1, 0.9, 0.6), (0.2, 0.5, 0.99)):
         rows += [run(plain, lr=rate), run(ours, "ours", lr=rate)]
     text = page.digits(study("digits", rows))
-    assert cells(text, "all")[1::6] == ["2 of 3", "2 of 3"]
+    assert cells(text, "all")[1::7] == ["2 of 3", "2 of 3"]
     assert "Ours is within 2 points of the best in 2 of 3 cells. Furthest behind:" in text
     (behind,) = [line for line in text.splitlines() if line.startswith("- ")]
     assert behind == "- one class each, `cnn16`, 1 epoch, lr 0.1, no clipping: 60.0 against 90.0 (plain)"
