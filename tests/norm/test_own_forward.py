@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import fedbatchnorm as fbn
-from fedbatchnorm.norm.registry import _ENTRIES
+from fedbatchnorm.norm.registry import _ENTRIES, _drop_and_act
 
 
 @pytest.fixture(autouse=True)
@@ -509,13 +509,17 @@ def test_any_callable_may_come_after():
 
 @pytest.mark.parametrize("module", ["timm.layers.norm_act", "timm.models.layers.norm_act"])
 def test_timm_s_layers_are_known_from_the_start(module, monkeypatch):
-    """Old ones have no dropout, and None for no activation."""
     made = types.ModuleType(module)
     kind = type("BatchNormAct2d", (Pasted,), {"__module__": module, "forward": Pasted.forward})
     made.BatchNormAct2d = kind
     monkeypatch.setitem(sys.modules, module, made)
     model = fbn.convert(net(kind))
     assert model(images()).min() == 0
+
+
+def test_timm_s_old_layers_have_no_dropout_and_none_for_no_activation():
+    fbn.register(Pasted, _drop_and_act)
+    model = fbn.convert(net(Pasted))
     del model[1].drop, model[3].drop
     model[3].act = None
     assert model(images()).min() < 0

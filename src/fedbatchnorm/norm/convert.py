@@ -155,8 +155,7 @@ def revert(model: nn.Module) -> nn.Module:
 def inspect(model: nn.Module) -> list[Finding]:
     """List every BatchNorm of `model` with what `convert` would do to it; nothing is changed.
 
-    Modules that keep running statistics and are no BatchNorm are listed, too: they stay as they are, and each
-    client's own.
+    Modules that keep running statistics and are no BatchNorm are listed, too: `convert` leaves them as they are.
 
     Example:
         >>> layers = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)
@@ -206,7 +205,7 @@ def _finding(name: str, module: nn.Module, skipped: bool) -> Finding:
         return Finding(name, kind, None, _BY_HAND if by_hand else None, True, "skipped, as asked")
     if not is_batch_norm(module):
         statistics = ", ".join(running_statistics(module))
-        frozen = "which are frozen" if is_frozen(module) else "which stay each client's own"
+        frozen = "which are frozen" if is_frozen(module) else "which federated BatchNorm does not share"
         return Finding(name, kind, None, note=f"is no BatchNorm and keeps {statistics}, {frozen}")
     problem = conversion_problem(module)
     if problem:
@@ -221,7 +220,7 @@ def _warn(left: list[Finding], nothing: bool) -> None:
     lines = ["the model has no BatchNorm layer: nothing to convert"] if nothing else []
     if left:
         lines += [
-            "not converted, and not shared by federated BatchNorm (`skip` them if that is as it should be):",
+            "not converted (name them in `skip` if that is as it should be):",
             *grouped((f.layer, f.type, f.note or "") for f in left),
         ]
     if lines:
