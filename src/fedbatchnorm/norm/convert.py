@@ -155,7 +155,7 @@ def revert(model: nn.Module) -> nn.Module:
 def inspect(model: nn.Module) -> list[Finding]:
     """List every BatchNorm of `model` with what `convert` would do to it; nothing is changed.
 
-    Modules that keep running statistics and are no BatchNorm are listed, too: `convert` leaves them as they are.
+    Modules that keep running statistics and are no BatchNorm are listed, too: `convert` leaves those alone.
 
     Example:
         >>> layers = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)
