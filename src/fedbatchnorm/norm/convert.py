@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .classes import federated_class, has_own_forward, own_forward_problem
+from .classes import federated_class, has_own_forward, name_problem, own_forward_problem
 from .gradient import Limit, check_limit, check_share
 from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
 from .walk import (
@@ -190,8 +190,9 @@ def conversion_problem(layer: nn.Module) -> str | None:
         return "it is lazy and has no channels yet; run the model once on a sample, then convert"
     if "forward" in layer.__dict__:
         return "it has its own forward, put on this very layer, which would be lost; make it a class's"
-    own = None if isinstance(layer, FederatedBatchNorm) else own_forward_problem(type(layer))
-    return own or layer_problem(layer)
+    if isinstance(layer, FederatedBatchNorm):
+        return layer_problem(layer)
+    return own_forward_problem(type(layer)) or name_problem(layer) or layer_problem(layer)
 
 
 _BY_HAND = "it was written as a federated class, with a forward of its own, and stays one"
