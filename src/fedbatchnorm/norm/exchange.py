@@ -12,6 +12,7 @@ from .layers import FederatedBatchNorm, seen_by, start_rounds
 from .messages import DTYPES, Update, new_id, same_layers
 from .moments import Moments, Running, settings_problem, shown
 from .reduce import statistics_dtype
+from .watch import note, refuse_averaging, warn_of_changes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +51,7 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
         shared: what `statistics` or `merge` returned, for the same layers.
     """
     layers = federated_layers(model)
+    refuse_averaging(layers)
     same_layers(shared, layers)
     check_statistics(shared, {name: layer.num_features for name, layer in layers.items()})
     for name, layer in layers.items():
@@ -68,10 +70,16 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
             steps = torch.tensor([shared[name].tracked for name, _ in group], device=tracked[0].device)
             torch._foreach_copy_(tracked, steps.unbind())
     start_rounds(list(layers.values()))
+    note(layers.values())
 
 
 def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
     """Take what the model has seen since the last collect, and start anew.
+
+    A warning names layers whose running statistics are no longer those that were loaded, as when a module
+    calls `F.batch_norm` with a layer's buffers instead of the layer: what it normalized was not measured.
+    (With `training=False` that cannot be noticed.) Layers that `convert` was told to skip are left out. So is
+    what `torch.optim.swa_utils.update_bn` ran, which also resets what was seen before: collect before it.
 
     Args:
         model: a converted model.
@@ -89,6 +97,8 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
         Moments(count=2, mean=tensor([6.], dtype=torch.float64), var=tensor([4.], dtype=torch.float64))
     """
     layers = federated_layers(model)
+    refuse_averaging(layers)
+    warn_of_changes(layers)
     seen, identity = seen_by(list(layers.values())), new_id()
     if group is not None:
         device = next((layer._seen.device for layer in layers.values()), torch.device("cpu"))
