@@ -131,7 +131,9 @@ def measure_merge(build, rounds):
 def main():
     args = arguments(__doc__, rounds=15)
     rows, merges = [], []
-    print(f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.rounds} rounds")
+    print(
+        f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
+    )
     for name, (build, shapes) in CASES.items():
         for shape in shapes:
             times = measure_steps(build, shape, args.device, args.rounds)

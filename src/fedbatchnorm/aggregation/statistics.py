@@ -195,7 +195,11 @@ def _collapsed(
     ratio = robust / torch.maximum(exact, table.spread([running.eps for running in shared.values()]))
     outside = of_layers((ratio < 0.01) | (ratio > 100), table.sizes).tolist()
     return [
-        Notice(name, "robust_collapse", f"{far} of {channels} channels: variance far from that of the plain merge")
+        Notice(
+            name,
+            "robust_collapse",
+            f"{far} of {channels} channels: variance far from that of the plain merge",
+        )
         for name, taken, far, channels in zip(shared, merged, outside, table.sizes.tolist(), strict=True)
         if taken and far
     ]

@@ -29,7 +29,9 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, shared: Mapping[str, Running], rows: Tensor) -> "Table":
-        m, v = (side_by_side([getattr(r, k) for r in shared.values()]).cpu().double() for k in ("mean", "var"))
+        m, v = (
+            side_by_side([getattr(r, k) for r in shared.values()]).cpu().double() for k in ("mean", "var")
+        )
         sizes = torch.tensor([len(running.mean) for running in shared.values()], dtype=torch.int64)
         return cls(*rows.split([len(sizes), len(m), len(m)], 1), m, v, sizes)
 

@@ -30,7 +30,9 @@ Reason = Literal[
 
 # What can be switched off. Without the schema there is nothing to compute with, so that is not among them.
 CHECKS = ("stale_round", "non_finite", "impossible_moments", "count_out_of_range", "duplicate")
-_ORDINARY = {(dtype, torch.strided, True) for dtype in DTYPES}  # of a nested tensor, asking for its shape fails
+_ORDINARY = {
+    (dtype, torch.strided, True) for dtype in DTYPES
+}  # of a nested tensor, asking for its shape fails
 _LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
 
 
@@ -196,7 +198,7 @@ def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) ->
     (least, most), (narrowest, widest) = torch.stack(
         [torch.stack(mean.aminmax()), torch.stack(var.aminmax())]
     ).tolist()
-    fine = -largest_mean <= least and most <= largest_mean and 0 <= narrowest and widest <= largest_var
+    fine = -largest_mean <= least and most <= largest_mean and narrowest >= 0 and widest <= largest_var
     return fine and (rules.positive is None or bool((mean[rules.positive] >= 0).all()))
 
 

@@ -213,7 +213,16 @@ class _NormalizeAndHold(torch.autograd.Function):
         factor = rstd if weight is None else rstd * weight
         wanted = [ctx.needs_input_grad[0], True, True]
         dx, slope, level = _batch_norm_backward(
-            g, x, (factor * deviation).mul_(ctx.share), None, None, u, deviation.reciprocal(), True, eps, wanted
+            g,
+            x,
+            (factor * deviation).mul_(ctx.share),
+            None,
+            None,
+            u,
+            deviation.reciprocal(),
+            True,
+            eps,
+            wanted,
         )
         if dx is not None:
             rest = factor.view(-1, *[1] * (x.dim() - 2))

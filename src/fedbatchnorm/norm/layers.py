@@ -200,15 +200,15 @@ def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
 
 def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
     """`start_round` for many layers at once."""
-    accumulators = []
-    for layer in layers:
-        if layer._seen.device == layer.running_mean.device:  # pyrefly: ignore
+    for group in grouped(layers, lambda layer: (layer._seen.device, layer._buffers["running_mean"].device)):
+        if group[0]._seen.device != group[0]._buffers["running_mean"].device:  # pyrefly: ignore
+            for layer in group:
+                layer.start_round()
+            continue
+        for layer in group:
             layer._pending = []
-            accumulators += layer._accumulators()
-        else:
-            layer.start_round()
-    for group in grouped(accumulators, lambda t: (t.device, t.dtype)):
-        torch._foreach_zero_(group)
+        for kind in zip(*(layer._accumulators() for layer in group), strict=True):
+            torch._foreach_zero_(kind)
 
 
 def _kind(layer: FederatedBatchNorm) -> tuple:
@@ -311,11 +311,8 @@ class _Pass(NamedTuple):
 
 
 def _stack(passes: list[Moments], device: torch.device) -> Moments:
-    return Moments(
-        torch.tensor([p.count for p in passes for _ in p.mean], device=device),
-        torch.cat([p.mean.to(device) for p in passes]),
-        torch.cat([p.var.to(device) for p in passes]),
-    )
+    counts = torch.tensor([p.count for p in passes for _ in range(len(p.mean))], device=device)
+    return Moments(counts, *(side_by_side([p[field] for p in passes]).to(device) for field in (1, 2)))
 
 
 class _Remember(torch.autograd.Function):
