@@ -80,4 +80,6 @@ def test_layers_without_channels_have_their_place(sizes):
     channels = sum(sizes)
     sizes = torch.tensor(sizes, dtype=torch.int64)
     assert torch.equal(of_layers(torch.ones(channels, dtype=torch.bool), sizes), sizes)
-    assert torch.equal(spread(torch.arange(len(sizes)), sizes, channels).bincount(minlength=len(sizes)), sizes)
+    assert torch.equal(
+        spread(torch.arange(len(sizes)), sizes, channels).bincount(minlength=len(sizes)), sizes
+    )

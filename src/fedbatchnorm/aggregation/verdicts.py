@@ -137,7 +137,7 @@ def _read(update: Any, rules: _Rules, row: Tensor) -> tuple[Verdict, int | None]
         verdict, identity = _judge_envelope(update, rules)
         if verdict is not None:
             return verdict, None
-        if _read_ordinary(update, rules, row):
+        if _is_read(update, rules, row):
             return USED, identity
         layers = {name: update[name] for name in rules.shared}
     except Exception as error:  # an object of theirs may raise anything
@@ -168,6 +168,13 @@ def _judge_envelope(update: Any, rules: _Rules) -> tuple[Verdict | None, int | N
         detail = "this layer is missing" if missing else "the model has no such layer"
         return Verdict(False, "schema", str(layer)[:200], detail), None
     return None, identity
+
+
+def _is_read(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
+    try:
+        return _read_ordinary(update, rules, row)
+    except Exception:  # then it is not ordinary; in which layer it is odd takes longer to say
+        return False
 
 
 def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:

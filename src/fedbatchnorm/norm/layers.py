@@ -200,8 +200,8 @@ def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
 
 def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
     """`start_round` for many layers at once."""
-    for group in grouped(layers, lambda layer: (layer._seen.device, layer._buffers["running_mean"].device)):
-        if group[0]._seen.device != group[0]._buffers["running_mean"].device:  # pyrefly: ignore
+    for group in grouped(layers, _devices):
+        if len(set(_devices(group[0]))) > 1:
             for layer in group:
                 layer.start_round()
             continue
@@ -209,6 +209,10 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
             layer._pending = []
         for kind in zip(*(layer._accumulators() for layer in group), strict=True):
             torch._foreach_zero_(kind)
+
+
+def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
+    return layer._seen.device, layer._buffers["running_mean"].device  # pyrefly: ignore
 
 
 def _kind(layer: FederatedBatchNorm) -> tuple:
@@ -224,7 +228,7 @@ def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
     values = [side_by_side([layer._seen for layer in layers], 1).unsqueeze(1)]  # (2, 1, d)
     for i in passes:
         moments = [layer._pending[i].moments for layer in layers]
-        both = [side_by_side([m[field] for m in moments], 1) for field in (1, 2)]
+        both = side_by_side([m.mean for m in moments], 1), side_by_side([m.var for m in moments], 1)
         values.append(torch.stack(both).to(like))
         counts += [torch.tensor([[m.count for m in moments]] * len(moments[0].mean), device=like.device)]
     mean, var = torch.cat(values, 1)
@@ -312,7 +316,8 @@ class _Pass(NamedTuple):
 
 def _stack(passes: list[Moments], device: torch.device) -> Moments:
     counts = torch.tensor([p.count for p in passes for _ in range(len(p.mean))], device=device)
-    return Moments(counts, *(side_by_side([p[field] for p in passes]).to(device) for field in (1, 2)))
+    means, variances = side_by_side([p.mean for p in passes]), side_by_side([p.var for p in passes])
+    return Moments(counts, means.to(device), variances.to(device))
 
 
 class _Remember(torch.autograd.Function):
