@@ -191,7 +191,7 @@ def exchanges(result):
         ]
         for row in result["rows"]
     ]
-    text = origin(result, f"{result['rounds']} rounds, ") + table(header, rows)
+    text = origin(result, f"{result['rounds']} rounds, {result['clock']}, ") + table(header, rows)
     header = ["model", "merge (ms)", "before", "loops without checks (ms)", "Flower's average (ms)"]
     rows = [
         [
