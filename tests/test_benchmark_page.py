@@ -131,6 +131,19 @@ def test_a_section_is_there_if_its_results_are(page, tmp_path):
     assert "## Every scheme under FedAvg" in page.page(tmp_path)
 
 
+def test_the_exchange_is_shown_beside_what_it_was_before(page):
+    row = {"model": "DenseNet-121", "shape": [8, 3, 64, 64], "batchnorm_ms": 100.0, "step": 1.02}
+    row |= {"share_step": 1.07, "exchange_ms": 3.0, "exchange": 0.03}
+    merged = {"model": "DenseNet-121", "merge": 30.0, "loops": 90.0, "Flower": 400.0}
+    result = {"commit": "c0ffee", "machine": MACHINE, "rounds": 5, "clients": 50, "clock": "CPU time"}
+    text = page.exchanges(result | {"rows": [row], "merges": [merged, merged | {"model": "MobileNetV2"}]})
+    assert cells(text)["DenseNet-121"] == [
+        ["8 x 3 x 64 x 64", "100.0", "1.02", "1.07", "1.16", "3.0%", "11 to 17%"],
+        ["30.0", "344", "90.0", "400.0"],
+    ]
+    assert cells(text)["MobileNetV2"] == [["30.0", "not measured", "90.0", "400.0"]]
+
+
 def epochs_row(split, plain, ours, seed=0, **more):
     found = {"seed": seed, "split": split, "epochs": 5, "lr": 0.05, "plain": {"accuracy": plain}}
     return found | {"ours": {"accuracy": ours} | more}

@@ -223,6 +223,18 @@ def test_8_a_replay_is_seen_where_a_pretrained_layer_is_frozen():
         shared, old = result.statistics, old or new
 
 
+@pytest.mark.parametrize(
+    ("mean", "var", "reason"),
+    [(math.nan, 1.0, "non_finite"), (1e30, 1.0, "non_finite"), (0.0, -1.0, "impossible_moments")],
+)
+def test_10_a_layer_without_values_is_judged_as_every_other(mean, var, reason):
+    shared = {name: Running(torch.zeros(2), torch.ones(2)) for name in "ab"}
+    seen = Moments(4, torch.ones(2), torch.ones(2))
+    odd = {"a": seen, "b": Moments(0, torch.full((2,), mean), torch.full((2,), var))}
+    verdict = fbn.merge(shared, {"good": {"a": seen, "b": seen}, "odd": odd}).verdicts["odd"]
+    assert (verdict.reason, verdict.layer) == (reason, "b")
+
+
 def test_10_a_client_without_values_is_left_out():
     updates = honest()
     nothing = {

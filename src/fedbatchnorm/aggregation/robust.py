@@ -77,8 +77,8 @@ def running_rows(
 
 
 class Step(NamedTuple):
-    """What a server knows before it looks at rows, layers side by side, (d,) each: the statistics, the round's
-    momentum, the number of values behind the variances, and the least variance allowed."""
+    """What a server knows before it looks at rows, layers side by side, (d,) each: the statistics, the
+    round's momentum, the number of values behind the variances, and the least variance allowed."""
 
     mean: Tensor
     var: Tensor

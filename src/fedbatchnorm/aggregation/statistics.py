@@ -161,7 +161,8 @@ def _momenta(
         found.append(float(round_momentum(own, running.tracked, steps)))
         if robust and found[-1] < _LEAST_MOMENTUM:
             raise ValueError(
-                f"momentum is {own} in layer {name!r}: too small for a robust rule; {_LEAST_MOMENTUM} at least"
+                f"momentum is {own} in layer {name!r}: too small for a robust rule, give {_LEAST_MOMENTUM} "
+                "or more"
             )
     return found
 
@@ -232,7 +233,7 @@ def _check_arguments(shared, momentum, quorum, aggregator) -> None:
         raise ValueError(f"shared: expected layer name -> Running, got {shown(shared)}")
     check_statistics(shared)
     number = isinstance(momentum, numbers.Real) and not isinstance(momentum, bool)
-    if momentum is not None and not (number and 0 < momentum <= 1):
+    if momentum is not None and not (number and 0 < momentum <= 1):  # pyrefly: ignore
         raise ValueError(f"momentum is {shown(momentum)}; it must be in (0, 1], or None for each layer's own")
     if not (isinstance(quorum, int) and quorum >= 1):
         raise ValueError(f"quorum is {shown(quorum)}; it must be a whole number of clients, at least 1")

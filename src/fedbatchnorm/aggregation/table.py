@@ -1,4 +1,4 @@
-"""A round's numbers with all layers side by side: the merge in a few operations, however many layers there are."""
+"""A round's numbers, all layers side by side: a merge is a few operations, however many layers there are."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,13 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, shared: Mapping[str, Running], rows: Tensor) -> "Table":
+        """From the statistics before and `read_all`'s rows."""
         m, v = (
             side_by_side([getattr(r, k) for r in shared.values()]).cpu().double() for k in ("mean", "var")
         )
         sizes = torch.tensor([len(running.mean) for running in shared.values()], dtype=torch.int64)
-        return cls(*rows.split([len(sizes), len(m), len(m)], 1), m, v, sizes)
+        counts, means, variances = rows.split([len(sizes), len(m), len(m)], 1)
+        return cls(counts, means, variances, m, v, sizes)
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """A number for each layer, (L,), as one for each channel, (d,)."""
@@ -41,7 +43,7 @@ class Table(NamedTuple):
 
 
 class Union(NamedTuple):
-    """All clients' values together: N by layer, u and s^2 (d,), and the part of s^2 that lies between clients."""
+    """All clients' values together: N by layer, u and s^2 (d,), and what part of s^2 is between clients."""
 
     total: list[float]
     mean: Tensor
@@ -140,8 +142,8 @@ def robust_steps(
         chosen[group] = True
         columns = spread(chosen, table.sizes, len(table.m)).nonzero().squeeze(1)
         of_group = Step(*(values[columns] for values in step))
-        seen = [t[rows][:, columns] for t in (table.means, table.variances)]
-        new_mean, new_var = robust_step(of_group, *seen, aggregator, of_all)
+        means, variances = (t[rows][:, columns] for t in (table.means, table.variances))
+        new_mean, new_var = robust_step(of_group, means, variances, aggregator, of_all)
         # A single value has no variance: there the old one stays.
         several = table.spread([n > 1 for n in total])[columns] > 0
         mean[columns], var[columns] = new_mean, torch.where(several, new_var, table.v[columns])

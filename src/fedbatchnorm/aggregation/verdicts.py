@@ -30,7 +30,9 @@ Reason = Literal[
 
 # What can be switched off. Without the schema there is nothing to compute with, so that is not among them.
 CHECKS = ("stale_round", "non_finite", "impossible_moments", "count_out_of_range", "duplicate")
-_ORDINARY = {(dtype, torch.strided, True) for dtype in DTYPES}  # of a nested tensor, asking for its shape fails
+_ORDINARY = {
+    (dtype, torch.strided, True) for dtype in DTYPES
+}  # of a nested tensor, asking for its shape fails
 _LARGEST_COUNT = 2**53  # beyond it a float64 no longer counts one by one
 
 
@@ -135,7 +137,7 @@ def _read(update: Any, rules: _Rules, row: Tensor) -> tuple[Verdict, int | None]
         verdict, identity = _judge_envelope(update, rules)
         if verdict is not None:
             return verdict, None
-        if _read_ordinary(update, rules, row):
+        if _is_read(update, rules, row):
             return USED, identity
         layers = {name: update[name] for name in rules.shared}
     except Exception as error:  # an object of theirs may raise anything
@@ -168,6 +170,13 @@ def _judge_envelope(update: Any, rules: _Rules) -> tuple[Verdict | None, int | N
     return None, identity
 
 
+def _is_read(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
+    try:
+        return _read_ordinary(update, rules, row)
+    except Exception:  # then it is not ordinary; in which layer it is odd takes longer to say
+        return False
+
+
 def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
     """Read an update in which everything is as it should be, all layers at once; False if in doubt."""
     layers = [update[name] for name in rules.shared]
@@ -188,7 +197,6 @@ def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) ->
     with torch.no_grad():
         torch.cat(tensors, out=row[len(counts) :])
     row[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
-    _clear_unseen(row, rules)
     mean, var = row[len(counts) :].view(2, -1)
     if not rules.channels:
         return True
@@ -196,8 +204,10 @@ def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) ->
     (least, most), (narrowest, widest) = torch.stack(
         [torch.stack(mean.aminmax()), torch.stack(var.aminmax())]
     ).tolist()
-    fine = -largest_mean <= least and most <= largest_mean and 0 <= narrowest and widest <= largest_var
-    return fine and (rules.positive is None or bool((mean[rules.positive] >= 0).all()))
+    fine = -largest_mean <= least and most <= largest_mean and narrowest >= 0 and widest <= largest_var
+    fine = fine and (rules.positive is None or bool((mean[rules.positive] >= 0).all()))
+    _clear_unseen(row, rules)
+    return fine
 
 
 def _read_any(layers: Mapping[str, Any], rules: _Rules, row: Tensor) -> Verdict:

@@ -1,6 +1,6 @@
-"""All layers of a model side by side: what is done to them takes a few operations, not a few for each layer."""
+"""All layers of a model side by side: what is done to them takes a few operations, not a few a layer."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -83,6 +83,8 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list
 
 def numbers(tensors: Sequence[Tensor]) -> list[int]:
     """The values of integer tensors of shape (), read in one go for each device."""
+    if len({tensor.device for tensor in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
     values = [0] * len(tensors)
     for group in grouped(range(len(tensors)), lambda i: tensors[i].device):
         for i, value in zip(group, torch.stack([tensors[i] for i in group]).tolist(), strict=True):

@@ -210,8 +210,8 @@ class _Hold(torch.autograd.Function):
 class _NormalizeAndHold(torch.autograd.Function):
     """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
 
-    With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part is
-    BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var.
+    With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part
+    is BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var.
     """
 
     @staticmethod

@@ -250,15 +250,19 @@ def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
 
 def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
     """`start_round` for many layers at once."""
-    accumulators = []
-    for layer in layers:
-        if layer._seen.device == layer.running_mean.device:  # pyrefly: ignore
+    for group in grouped(layers, _devices):
+        if len(set(_devices(group[0]))) > 1:
+            for layer in group:
+                layer.start_round()
+            continue
+        for layer in group:
             layer._pending = []
-            accumulators += layer._accumulators()
-        else:
-            layer.start_round()
-    for group in grouped(accumulators, lambda t: (t.device, t.dtype)):
-        torch._foreach_zero_(group)
+        for kind in zip(*(layer._accumulators() for layer in group), strict=True):
+            torch._foreach_zero_(kind)
+
+
+def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
+    return layer._seen.device, layer._buffers["running_mean"].device  # pyrefly: ignore
 
 
 def _kind(layer: FederatedBatchNorm) -> tuple:
@@ -274,7 +278,7 @@ def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
     values = [side_by_side([layer._seen for layer in layers], 1).unsqueeze(1)]  # (2, 1, d)
     for i in passes:
         moments = [layer._pending[i].moments for layer in layers]
-        both = [side_by_side([m[field] for m in moments], 1) for field in (1, 2)]
+        both = side_by_side([m.mean for m in moments], 1), side_by_side([m.var for m in moments], 1)
         values.append(torch.stack(both).to(like))
         counts += [torch.tensor([[m.count for m in moments]] * len(moments[0].mean), device=like.device)]
     mean, var = torch.cat(values, 1)
@@ -337,11 +341,9 @@ class _Pass(NamedTuple):
 
 
 def _stack(passes: list[Moments], device: torch.device) -> Moments:
-    return Moments(
-        torch.tensor([p.count for p in passes for _ in p.mean], device=device),
-        torch.cat([p.mean.to(device) for p in passes]),
-        torch.cat([p.var.to(device) for p in passes]),
-    )
+    counts = torch.tensor([p.count for p in passes for _ in range(len(p.mean))], device=device)
+    means, variances = side_by_side([p.mean for p in passes]), side_by_side([p.var for p in passes])
+    return Moments(counts, means.to(device), variances.to(device))
 
 
 class _Remember(torch.autograd.Function):
