@@ -64,10 +64,21 @@ def test_a_cell_has_its_seeds_and_a_row_its_best(page):
 
 def test_columns_are_told_apart_by_share_and_limit(page):
     rows = [run(0.5, "fbn"), run(0.9, "ours"), run(0.1, "fbn", gradient=0.3), run(0.2, "fbn", limit=2.0)]
-    rows += [run(0.6), run(0.7, recalibrate=True), run(0.8, "fbn", lr=0.1, gradient="auto", limit=2.0)]
+    rows += [
+        run(0.6),
+        run(0.7, recalibrate=True),
+        run(0.8, "fbn", local_epochs=5, gradient="auto", limit=2.0),
+    ]
     text = page.digits(study("digits", rows))
-    assert cells(text, "1 epoch")[3:] == ["60.0", *["not run"] * 2, "50.0", *["not run"] * 2, "70.0", "**90.0**"]
-    assert "80.0" in text  # as ours was set before
+    assert cells(text, "1 epoch")[3:] == [
+        "60.0",
+        *["not run"] * 2,
+        "50.0",
+        *["not run"] * 2,
+        "70.0",
+        "**90.0**",
+    ]
+    assert cells(text, "5 epochs")[-1] == "80.0"  # as ours was set before
 
 
 def test_how_often_each_is_close_is_counted_where_something_trains(page):
@@ -137,10 +148,10 @@ def test_constant_shares(page):
 
 def test_a_page_without_results_says_so_and_one_without_marks_is_an_error(page, tmp_path):
     text = page.page(MARKS, tmp_path)
-    assert text.count("Not run.") == 6
+    assert text.count("Not run.") == 7
     assert page.page(text, tmp_path) == text
     (tmp_path / "digits.json").write_text(json.dumps(study("digits", [run(0.5)])))
-    assert page.page(text, tmp_path).count("Not run.") == 5
+    assert page.page(text, tmp_path).count("Not run.") == 6
     with pytest.raises(ValueError, match="no marks for steps"):
         page.page(MARKS.replace("<!-- steps -->", ""), tmp_path)
 
