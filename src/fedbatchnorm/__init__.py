@@ -19,6 +19,7 @@ from .norm.layers import (
 )
 from .norm.messages import Sums, Update, from_sums, to_sums
 from .norm.moments import Moments, Running, normalise
+from .norm.registry import register
 from .norm.wire import FormatError, from_bytes, to_bytes
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "merge",
     "next_gradient",
     "normalise",
+    "register",
     "revert",
     "set_gradient",
     "statistics",

@@ -58,7 +58,7 @@ class _Calibrating(FederatedBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Measure as ever, and normalize by the batch."""
-        if not self.training:
+        if not self.training or self._averaging:
             return super().forward(input)
         with torch.no_grad():
             super().forward(input)  # for its checks and what it measures; not for what it returns
@@ -87,5 +87,6 @@ def by_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 @functools.cache
 def _calibrating_class(outside: type[FederatedBatchNorm]) -> type[FederatedBatchNorm]:
+    # Behind what the layer's class has of its own, and before what all federated layers share.
     members = {"outside": outside, "__module__": outside.__module__}
-    return type(outside.__name__, (_Calibrating, outside), members)
+    return type(outside.__name__, (outside, _Calibrating), members)

@@ -5,21 +5,29 @@ buffers, hooks, mode, names, sharing and every reference the user holds are kept
 """
 
 import warnings
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.optim.swa_utils import AveragedModel
 
+from .classes import federated_class, has_own_forward, own_forward_problem
 from .gradient import Limit, check_limit, check_share
-from .layers import _STATE, FederatedBatchNorm, federated_class, layer_problem
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
-_WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, FederatedBatchNorm.forward)
+from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
+from .walk import (
+    Skip,
+    batch_norms,
+    grouped,
+    is_batch_norm,
+    is_frozen,
+    is_skipped,
+    mark_skipped,
+    normalizers,
+    running_statistics,
+    to_skip,
+)
+from .watch import note
 
 
 class ConversionError(ValueError):
@@ -27,19 +35,33 @@ class ConversionError(ValueError):
 
 
 class Finding(NamedTuple):
-    """One BatchNorm of a model: what it is, what `convert` would make of it, or why it refuses."""
+    """One normalizer of a model: what it is, what `convert` would make of it, or why it does not.
+
+    Attributes:
+        layer: its name.
+        type: the name of its class.
+        becomes: the name of the class that `convert` would give it; None if it stays as it is.
+        problem: why `convert` refuses the model; None if it does not.
+        skipped: whether `convert` was asked to leave it as it is.
+        note: what else there is to say, such as why it stays as it is.
+    """
 
     layer: str
     type: str
     becomes: str | None
     problem: str | None = None
+    skipped: bool = False
+    note: str | None = None
 
 
-def convert(model: nn.Module, *, gradient: float | None = None, limit: Limit = None) -> nn.Module:
+def convert(
+    model: nn.Module, *, gradient: float | None = None, limit: Limit = None, skip: Skip | None = None
+) -> nn.Module:
     """Make every BatchNorm of `model` a FederatedBatchNorm, in place, and return the model.
 
     Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer
-    is refused, a `ConversionError` names all of them and nothing has been changed.
+    is refused, a `ConversionError` names all of them and nothing has been changed. A warning names modules
+    that keep running statistics and are no BatchNorm, such as a tracked InstanceNorm: those stay as they are.
 
     Args:
         model: whatever you train.
@@ -50,6 +72,10 @@ def convert(model: nn.Module, *, gradient: float | None = None, limit: Limit = N
             most 2 (L - 1); a batch beyond that is normalized by statistics closer to its own, which keeps
             large learning rates from diverging. "auto" is 1 + 2.5 (1 - gradient), a good value under local
             epochs; no limit, as in the paper, if not given.
+        skip: layers to leave as they are: names, shell patterns such as "head.*", one string of these, or a
+            function of name and layer. Those are none of federated BatchNorm's business from here on, and
+            copies and pickles of the model remember it. If not given, what was skipped before stays skipped;
+            what is given takes the place of that: `skip=()` converts every layer.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
@@ -57,20 +83,29 @@ def convert(model: nn.Module, *, gradient: float | None = None, limit: Limit = N
         'FederatedBatchNorm1d'
     """
     share, limit = None if gradient is None else check_share(gradient), check_limit(limit)
-    refused = [f"  {f.layer or '(the model)'}: {f.problem}" for f in inspect(model) if f.problem]
+    found = dict(normalizers(model))
+    skipped = {n for n, m in found.items() if is_skipped(m)} if skip is None else to_skip(found, skip)
+    findings = [_finding(name, module, name in skipped) for name, module in found.items()]
+    refused = [(f.layer, f.type, f.problem) for f in findings if f.problem]
     if refused:
-        raise ConversionError("\n".join(["cannot convert; nothing was changed:", *refused]))
-    layers = [layer for _, layer in _batch_norms(model)]
-    if not layers:
-        warnings.warn("the model has no BatchNorm layer: nothing to convert", stacklevel=2)
+        raise ConversionError("\n  ".join(["cannot convert; nothing was changed:", *grouped(refused)]))
+    for name, module in found.items():
+        if name in skipped and isinstance(module, FederatedBatchNorm):
+            _revert(module)
+        mark_skipped(module, name in skipped)
+    layers = [m for name, m in found.items() if is_batch_norm(m) and name not in skipped]
+    new = [layer for layer in layers if not isinstance(layer, FederatedBatchNorm)]
+    for layer in new:
+        layer.__class__ = federated_class(type(layer))  # pyrefly: ignore
+        FederatedBatchNorm.start_round(layer)  # pyrefly: ignore
+    note(new)
     for layer in layers:
-        if not isinstance(layer, FederatedBatchNorm):
-            layer.__class__ = federated_class(type(layer))  # pyrefly: ignore
-            FederatedBatchNorm.start_round(layer)  # pyrefly: ignore
         if share is not None:
             layer.gradient = share  # pyrefly: ignore
         if limit is not None:
             layer.limit = limit  # pyrefly: ignore
+    left = [f for f in findings if f.note and not f.skipped and not is_frozen(found[f.layer])]
+    _warn(left if new or not layers else [], nothing=not layers and not skipped)
     return model
 
 
@@ -104,39 +139,43 @@ def revert(model: nn.Module) -> nn.Module:
         >>> type(revert(convert(nn.BatchNorm1d(3)))).__name__
         'BatchNorm1d'
     """
-    for _, layer in _batch_norms(model):
+    by_hand = []
+    for name, layer in normalizers(model):
+        mark_skipped(layer, False)
         if isinstance(layer, FederatedBatchNorm):
-            for name in _STATE:
-                delattr(layer, name)
-            for name in ("gradient", "limit"):
-                layer.__dict__.pop(name, None)
-            layer.__class__ = layer.plain  # pyrefly: ignore
+            if has_own_forward(layer):
+                by_hand.append((name, type(layer).__name__, _BY_HAND))
+            else:
+                _revert(layer)
+    if by_hand:
+        warnings.warn("\n".join(grouped(by_hand)), stacklevel=2)
     return model
 
 
 def inspect(model: nn.Module) -> list[Finding]:
     """List every BatchNorm of `model` with what `convert` would do to it; nothing is changed.
 
+    Modules that keep running statistics and are no BatchNorm are listed, too: they stay as they are, and each
+    client's own.
+
     Example:
-        >>> inspect(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm2d(3, track_running_stats=False)))[0]
-        Finding(layer='0', type='BatchNorm1d', becomes='FederatedBatchNorm1d', problem=None)
+        >>> layers = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)
+        >>> for finding in inspect(nn.Sequential(*layers)):
+        ...     print(finding.layer, finding.type, finding.becomes)
+        0 BatchNorm1d FederatedBatchNorm1d
+        1 InstanceNorm1d None
     """
-    findings = []
-    for name, layer in _batch_norms(model):
-        kind, problem = type(layer).__name__, conversion_problem(layer)
-        becomes = None
-        if not problem:
-            becomes = kind if isinstance(layer, FederatedBatchNorm) else federated_class(type(layer)).__name__
-        findings.append(Finding(name, kind, becomes, problem))
-    return findings
+    return [_finding(name, module, is_skipped(module)) for name, module in normalizers(model)]
 
 
 def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
-    """Layer name -> layer; an error names a BatchNorm that has not been converted."""
+    """Layer name -> layer, but for those skipped; an error names a BatchNorm that has not been converted."""
     layers = {}
-    for name, layer in _batch_norms(model):
+    for name, layer in batch_norms(model):
+        if is_skipped(layer):
+            continue
         if not isinstance(layer, FederatedBatchNorm):
-            raise ValueError(f"layer {name!r} is a plain {type(layer).__name__}: call convert(model) first")
+            raise ValueError(f"layer {name!r} is a plain {type(layer).__name__}: {_how_to_convert(layer)}")
         if name in layers:
             raise ValueError(f"two layers are called {name!r} once the names of wrappers are left out")
         layers[name] = layer
@@ -150,28 +189,58 @@ def conversion_problem(layer: nn.Module) -> str | None:
     assert isinstance(layer, _BatchNorm)
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():  # pyrefly: ignore
         return "it is lazy and has no channels yet; run the model once on a sample, then convert"
-    own = "forward" in layer.__dict__ or type(layer).forward not in _FORWARDS
-    if own:
+    if "forward" in layer.__dict__:
+        return "it has its own forward, put on this very layer, which would be lost; make it a class's"
+    own = None if isinstance(layer, FederatedBatchNorm) else own_forward_problem(type(layer))
+    return own or layer_problem(layer)
+
+
+_BY_HAND = "it was written as a federated class, with a forward of its own, and stays one"
+
+
+def _finding(name: str, module: nn.Module, skipped: bool) -> Finding:
+    """What there is to say of one normalizer, skipped or not."""
+    kind = type(module).__name__
+    if skipped:
+        by_hand = isinstance(module, FederatedBatchNorm) and has_own_forward(module)
+        return Finding(name, kind, None, _BY_HAND if by_hand else None, True, "skipped, as asked")
+    if not is_batch_norm(module):
+        statistics = ", ".join(running_statistics(module))
+        frozen = "which are frozen" if is_frozen(module) else "which stay each client's own"
+        return Finding(name, kind, None, note=f"is no BatchNorm and keeps {statistics}, {frozen}")
+    problem = conversion_problem(module)
+    if problem:
+        return Finding(name, kind, None, problem)
+    if isinstance(module, FederatedBatchNorm):
+        return Finding(name, kind, kind)
+    return Finding(name, kind, federated_class(type(module)).__name__)  # pyrefly: ignore
+
+
+def _warn(left: list[Finding], nothing: bool) -> None:
+    """One warning for what `convert` had nothing to do for."""
+    lines = ["the model has no BatchNorm layer: nothing to convert"] if nothing else []
+    if left:
+        lines += [
+            "not converted, and not shared by federated BatchNorm (`skip` them if that is as it should be):",
+            *grouped((f.layer, f.type, f.note or "") for f in left),
+        ]
+    if lines:
+        warnings.warn("\n  ".join(lines), stacklevel=3)
+
+
+def _revert(layer: FederatedBatchNorm) -> None:
+    """Make one layer the BatchNorm it was."""
+    for name in _STATE:
+        delattr(layer, name)
+    for name in ("gradient", "limit", *_MARKS):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = layer.plain  # pyrefly: ignore
+
+
+def _how_to_convert(layer: nn.Module) -> str:
+    if isinstance(layer, nn.SyncBatchNorm):
         return (
-            f"{type(layer).__name__} has its own forward, which would be lost; "
-            "use torch's BatchNorm and put what it does into a module around it"
+            "call convert(model) first. If you did, convert_sync_batchnorm came after it and replaced the "
+            "federated layers, with all that they had seen: call it before convert, or convert again now"
         )
-    return layer_problem(layer)
-
-
-def _batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every BatchNorm once, under its first name and without the names of wrappers."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        scripted = isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
-        if isinstance(module, _BatchNorm) or scripted:
-            yield ".".join(path), module
-        for name, child in module.named_children():
-            wrapper = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _WRAPPERS))
-            yield from walk(child, path if wrapper else (*path, name))
-
-    yield from walk(model, ())
+    return "call convert(model) first, with it in `skip` if it is to stay as it is"

@@ -5,7 +5,6 @@ attributes rather than buffers, so that they stay out of state_dict, keep their 
 model is cast, and are never broadcast by DistributedDataParallel.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .gradient import GRADIENT, Limit, limit_for
 from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
+from .watch import Noted, note, untouched
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
 _TENSORS = _STATE[:-1]
+_MARKS = ("_noted", "_averaging", "_was_reset")
 _PENDING = 64  # passes that are kept as they came before they are added up
 
 
@@ -36,6 +37,9 @@ class FederatedBatchNorm(_BatchNorm):
     gradient: float = GRADIENT
     limit: Limit = None
     plain: type[_BatchNorm]  # torch's class (or the user's) that the layer was made from
+    _noted: Noted | None = None  # the running statistics as they were given to the layer
+    _averaging = False  # whether torch's update_bn is at work: then it is a plain BatchNorm
+    _was_reset = False
 
     def __init__(self, *args, **kwargs):
         # The arguments are those of torch's class, which differ between versions of torch.
@@ -43,12 +47,50 @@ class FederatedBatchNorm(_BatchNorm):
         problem = layer_problem(self)
         if problem:
             raise ValueError(problem)
+        self._was_reset = False
+
+    @property
+    def momentum(self) -> float | None:
+        """The running statistics' momentum, as in BatchNorm.
+
+        Resetting the statistics and then setting this to None is what `torch.optim.swa_utils.update_bn` and
+        Lightning's StochasticWeightAveraging do: until it is set once more, a layer in training is a plain
+        BatchNorm that averages its statistics over batches. It forgets what the round saw and measures
+        nothing meanwhile, so collect first.
+        """
+        try:
+            return self.__dict__["momentum"]  # where torch's class has it
+        except KeyError:
+            raise AttributeError("momentum") from None
+
+    @momentum.setter
+    def momentum(self, value: float | None) -> None:
+        self.__dict__["momentum"] = value
+        begins = value is None and "_seen" in self.__dict__ and self._starts_over()
+        if begins:
+            self.start_round()
+        if begins or self._averaging:
+            note([self])
+        self._averaging, self._was_reset = begins, False
+
+    def _starts_over(self) -> bool:
+        """Whether the statistics were reset, in place or by new tensors, and nothing was done since."""
+        mean, var, noted = self.running_mean, self.running_var, self._noted
+        if self._was_reset:
+            return not self.seen()[0].count
+        if noted is None or noted.mean is mean or noted.var is var:
+            return False
+        assert mean is not None
+        assert var is not None
+        return not bool(mean.any()) and bool((var == 1).all())
 
     def reset_running_stats(self) -> None:
         """Back to mean 0 and variance 1; what was seen is forgotten too."""
         super().reset_running_stats()
         if self.running_mean is not None:
             self.start_round()
+            note([self])
+            self._was_reset = True
 
     def start_round(self) -> None:
         """Forget what was seen."""
@@ -69,7 +111,7 @@ class FederatedBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training also measure, unless activation checkpointing is recomputing."""
-        if not self.training:
+        if not self.training or self._averaging:
             return super().forward(input)
         self._check_input_dim(input)
         if "_is_replica" in self.__dict__:
@@ -167,7 +209,10 @@ class FederatedBatchNorm(_BatchNorm):
         self._refused.add_(refused)
 
     def _apply(self, fn, recurse=True):
+        as_given = self.running_mean is not None and untouched(self)
         super()._apply(fn, recurse)
+        if as_given:
+            note([self])
         if self.running_mean is not None and self.running_mean.device != self._seen.device:
             if self._seen.is_meta or self.running_mean.is_meta:
                 self.start_round()
@@ -179,6 +224,7 @@ class FederatedBatchNorm(_BatchNorm):
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self.start_round()
+        note([self])
 
 
 class FederatedBatchNorm1d(FederatedBatchNorm, nn.BatchNorm1d):
@@ -215,21 +261,6 @@ class FederatedSyncBatchNorm(FederatedBatchNorm, nn.SyncBatchNorm):
     plain = nn.SyncBatchNorm
 
 
-_CLASSES: dict[type, type[FederatedBatchNorm]] = {
-    c.plain: c
-    for c in (FederatedBatchNorm1d, FederatedBatchNorm2d, FederatedBatchNorm3d, FederatedSyncBatchNorm)
-}
-
-
-@functools.cache
-def federated_class(plain: type[_BatchNorm]) -> type[FederatedBatchNorm]:
-    """The federated class for a BatchNorm class; a user's subclass keeps its own methods."""
-    if plain in _CLASSES:
-        return _CLASSES[plain]
-    members = {"plain": plain, "__module__": plain.__module__, "__reduce_ex__": _reduce_subclass}
-    return type(f"Federated{plain.__name__}", (FederatedBatchNorm, plain), members)
-
-
 def layer_problem(layer: _BatchNorm) -> str | None:
     """Why a layer's settings cannot be federated, or None."""
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
@@ -237,15 +268,6 @@ def layer_problem(layer: _BatchNorm) -> str | None:
     if layer.num_batches_tracked is None:
         return "num_batches_tracked is None, so the server's counter has no place; build it anew"
     return settings_problem(layer.momentum, layer.eps)
-
-
-def _reduce_subclass(self, protocol):
-    """Pickle a layer whose class was made at run time: by the class that it was made from."""
-    return _restore_subclass, (self.plain,), self.__dict__
-
-
-def _restore_subclass(plain):
-    return federated_class(plain).__new__(federated_class(plain))
 
 
 class _Pass(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..norm.classes import only_normalizes
 from ..norm.convert import conversion_problem
 from ..norm.fused import relu_normalise
 from ..norm.moments import Moments, Running
@@ -133,6 +134,8 @@ def fold(
             continue
         layer.momentum = beta
         problem = conversion_problem(layer)
+        if not problem and not only_normalizes(type(layer)):
+            problem = f"{type(layer).__name__} does more than normalize, which a simulation would leave out"
         if problem:
             raise ValueError(f"layer {name!r}: {problem}")
         if scheme is not None and scheme.replace is not None:

@@ -1,0 +1,131 @@
+"""What a model has of BatchNorm and the like: its layers by name, those to skip, and how to tell of many."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
+Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
+_WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_STATISTIC = re.compile(r"(running|moving)_|num_batches_tracked$")
+_SKIPPED = "_fedbatchnorm_skipped"  # an attribute of the layer, so that copies and pickles have it too
+_NAMED = 3  # layers that a message names before it counts the rest
+
+
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every BatchNorm once, under its first name and without the names of wrappers."""
+    return ((name, module) for name, module in _modules(model) if is_batch_norm(module))
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether it is torch's BatchNorm or made from it, as it is or scripted."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "BatchNorm" in module.original_name
+    return isinstance(module, _BatchNorm)
+
+
+def normalizers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every BatchNorm, and everything else that keeps running statistics of its own."""
+    for name, module in _modules(model):
+        if is_batch_norm(module) or running_statistics(module):
+            yield name, module
+
+
+def running_statistics(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's own buffers that look like running statistics.
+
+    Example:
+        >>> running_statistics(nn.InstanceNorm1d(3, track_running_stats=True))
+        ('running_mean', 'running_var', 'num_batches_tracked')
+        >>> running_statistics(nn.InstanceNorm1d(3))
+        ()
+    """
+    return tuple(name for name, _ in module.named_buffers(recurse=False) if _STATISTIC.match(name))
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether a module's statistics are constants, as in a FrozenBatchNorm: its weight is a buffer, too."""
+    buffers = dict(module.named_buffers(recurse=False))
+    return "weight" in buffers and not any(True for _ in module.parameters(recurse=False))
+
+
+def is_skipped(module: nn.Module) -> bool:
+    """Whether `convert` was asked to leave this layer as it is."""
+    return bool(module.__dict__.get(_SKIPPED))
+
+
+def mark_skipped(module: nn.Module, skipped: bool) -> None:
+    """Remember, or forget, that a layer stays as it is."""
+    if skipped:
+        setattr(module, _SKIPPED, True)
+    else:
+        module.__dict__.pop(_SKIPPED, None)
+
+
+def to_skip(found: dict[str, nn.Module], skip: Skip) -> set[str]:
+    """The names among those found that `skip` means; an error says which name or pattern means none.
+
+    Args:
+        found: layers by name.
+        skip: names, shell patterns, or a function of a name and a layer.
+
+    Example:
+        >>> sorted(to_skip({"bn1": nn.BatchNorm1d(2), "head.bn": nn.BatchNorm1d(2)}, "head.*"))
+        ['head.bn']
+    """
+    if callable(skip):
+        return {name for name, layer in found.items() if skip(name, layer)}
+    names: set[str] = set()
+    for pattern in [skip] if isinstance(skip, str) else list(skip):
+        if not isinstance(pattern, str):
+            raise ValueError(f"skip has {pattern!r}; give names and patterns, or a function (name, layer)")
+        meant = {name for name in found if name == pattern or fnmatch.fnmatchcase(name, pattern)}
+        if not meant:
+            near = difflib.get_close_matches(pattern, found, n=_NAMED, cutoff=0.3) or list(found)[:_NAMED]
+            hint = f"near it are {', '.join(map(repr, near))}" if near else "the model has none"
+            raise ValueError(f"skip: no BatchNorm is called {pattern!r} or fits it as a pattern; {hint}")
+        names |= meant
+    return names
+
+
+def grouped(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """One line for each type and cause instead of one for each layer.
+
+    Args:
+        rows: (layer name, type, cause).
+
+    Example:
+        >>> grouped([(f"bn{i}", "Odd", "it is odd") for i in range(5)])
+        ['5 x Odd: bn0, bn1, bn2, ... and 2 more: it is odd']
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, kind, cause in rows:
+        groups.setdefault((kind, cause), []).append(name or "(the model)")
+    lines = []
+    for (kind, cause), names in groups.items():
+        more = f", ... and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        lines.append(f"{len(names)} x {kind}: {', '.join(names[:_NAMED])}{more}: {cause}")
+    return lines
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, under its first name and without the names of wrappers."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield ".".join(path), module
+        for name, child in module.named_children():
+            wrapper = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _WRAPPERS))
+            yield from walk(child, path if wrapper else (*path, name))
+
+    yield from walk(model, ())
