@@ -87,10 +87,13 @@ def reference(shared, values, momentum, steps):
 
 
 def deviation(found, mean, var):
-    """How far statistics are off: the mean's in units of sqrt(mean^2 + var), the variance's of var."""
-    of_mean = (found.mean.double() - mean).abs() / (mean.square() + var).sqrt()
-    of_var = (found.var.double() - var).abs() / var
-    return torch.nan_to_num(torch.cat([of_mean, of_var]), nan=0.0).max().item()  # 0 / 0: a dead channel
+    """The most that any channel's statistics are off, relative to what a layer of this eps makes of them.
+
+    max(|m' - m| / sqrt(m^2 + v + eps), |v' - v| / (v + eps)), with (m, v) the reference.
+    """
+    of_mean = (found.mean.double() - mean).abs() / (mean.square() + var + found.eps).sqrt()
+    of_var = (found.var.double() - var).abs() / (var + found.eps)
+    return torch.cat([of_mean, of_var]).max().item()  # NaN, if there is one
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,8 +119,10 @@ def test_three_clients_share_the_statistics_of_the_union_of_their_data(name):
                 else:
                     optimizer.zero_grad()
                     total(call(model, batch)).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
             updates.append(fbn.collect(model))
+            assert not updates[-1].skipped
             states.append(copy.deepcopy(model.state_dict()))
         values = recorder.take()
         result = fbn.merge(shared, updates, steps=steps, momentum=momentum)

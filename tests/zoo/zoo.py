@@ -77,7 +77,7 @@ MODELS = {
     "timm EfficientNet, SyncBatchNormAct": Row(synchronized, images(3, 64, 64)),
     "timm RegNet": from_timm("regnety_002"),
     "timm DenseNet": from_timm("densenet121", 32, growth_rate=8, block_config=(2, 4, 4, 2)),
-    "timm CspNet": from_timm("cspresnet50"),
+    "timm CspNet": from_timm("cs3darknet_s", 32),
     "timm VovNet": from_timm("ese_vovnet19b_slim"),
     "timm MobileNetV3": from_timm("mobilenetv3_small_050"),
     "timm ByobNet": from_timm("test_byobnet"),
@@ -85,16 +85,15 @@ MODELS = {
     "timm MobileVit": from_timm("mobilevit_xxs"),
     # plain layers
     "timm ResNet": from_timm("resnet10t"),
-    "timm Levit": from_timm("levit_128s", 224),
     "torchvision ResNet": from_torchvision("resnet18"),
     "torchvision DenseNet": Row(
         lambda: torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=5), images(3, 32, 32)
     ),
     "torchvision MobileNetV2": from_torchvision("mobilenet_v2"),
-    "torchvision GoogLeNet, two outputs more": from_torchvision("googlenet", 96, init_weights=False),
-    "torchvision DeepLabV3": from_torchvision("deeplabv3_mobilenet_v3_large", weights_backbone=None),
+    "torchvision GoogLeNet, two outputs more": from_torchvision("googlenet", 48, init_weights=False),
+    "torchvision DeepLabV3": from_torchvision("deeplabv3_mobilenet_v3_large", 32, weights_backbone=None),
     "torchvision R3D": Row(
-        lambda: torchvision.models.get_model("r3d_18", weights=None, num_classes=5), images(3, 4, 32, 32)
+        lambda: torchvision.models.get_model("r3d_18", weights=None, num_classes=5), images(3, 2, 32, 32)
     ),
     "transformers ResNet": from_transformers(
         "ResNetForImageClassification", pixels(3, 32, 32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2]
@@ -134,7 +133,7 @@ MODELS = {
         decoder_hidden_size=16,
     ),
     "transformers PatchTST": from_transformers(
-        "PatchTSTForPretraining",
+        "PatchTSTForPrediction",
         series,
         num_input_channels=2,
         context_length=32,
@@ -182,6 +181,6 @@ MODELS = {
         lambda: smp.Unet("tu-test_efficientnet", encoder_weights=None, encoder_depth=4, decoder_channels=(32, 16, 8, 8)), images(3, 64, 64)
     ),
     "smp DeepLabV3Plus": Row(
-        lambda: smp.DeepLabV3Plus("timm-efficientnet-b0", encoder_weights=None), images(3, 64, 64)
+        lambda: smp.DeepLabV3Plus("tu-efficientnet_b0", encoder_weights=None), images(3, 64, 64)
     ),
 }
