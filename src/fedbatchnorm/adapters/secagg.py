@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..aggregation.statistics import Aggregator, MergeResult, merge
+from ..norm.calibrate import calibrating
 from ..norm.convert import federated_layers
 from ..norm.exchange import collect, load_statistics, statistics
 from ..norm.messages import Sums, from_sums, to_sums
@@ -266,21 +267,14 @@ class SecAggBatchNorm(Strategy):
 
 def values_per_example(model: nn.Module, example: Tensor) -> dict[str, float]:
     """How many values per channel each layer sees of one example, by a trial run of a copy."""
-    found: dict[str, float] = {}
     trial = copy.deepcopy(model).train()
-
-    def look(layer: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0]
-            found[layer] = found.get(layer, 0.0) + x.numel() / x.shape[1] / len(example)
-
-        return hook
-
-    for name, layer in federated_layers(trial).items():
-        layer.register_forward_pre_hook(look(name))
-    with torch.no_grad():
+    layers = federated_layers(trial)
+    for layer in layers.values():
+        layer.start_round()
+    with torch.no_grad(), calibrating(trial):
         trial(example)
-    unseen = [layer for layer in federated_layers(model) if not found.get(layer)]
+    found = {name: int(layer.seen()[0].count) / len(example) for name, layer in layers.items()}
+    unseen = [name for name, values in found.items() if not values]
     if unseen:
         raise ValueError(f"the example does not reach layer {unseen[0]!r}")
     return found

@@ -10,6 +10,7 @@ from .convert import federated_layers
 from .messages import Update, new_id, same_layers
 from .moments import Moments, Running, combine, settings_problem
 from .reduce import statistics_dtype
+from .watch import note, refuse_averaging, warn_of_changes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +45,7 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
         shared: what `statistics` or `merge` returned, for the same layers.
     """
     layers = federated_layers(model)
+    refuse_averaging(layers)
     same_layers(shared, layers)
     for name, layer in layers.items():
         check_running(name, shared[name], layer.num_features)
@@ -63,10 +65,16 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
             var.copy_(shared[name].var)
             tracked.fill_(shared[name].tracked)
             layer.start_round()
+    note(layers.values())
 
 
 def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
     """Take what the model has seen since the last collect, and start anew.
+
+    A warning names layers whose running statistics are no longer those that were loaded, as when a module
+    calls `F.batch_norm` with a layer's buffers instead of the layer: what it normalized was not measured.
+    (With `training=False` that cannot be noticed.) Layers that `convert` was told to skip are left out. So is
+    what `torch.optim.swa_utils.update_bn` ran, which also resets what was seen before: collect before it.
 
     Args:
         model: a converted model.
@@ -84,6 +92,8 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
         Moments(count=2, mean=tensor([6.], dtype=torch.float64), var=tensor([4.], dtype=torch.float64))
     """
     layers = federated_layers(model)
+    refuse_averaging(layers)
+    warn_of_changes(layers)
     seen = {name: layer.seen() for name, layer in layers.items()}
     moments = {name: m for name, (m, _) in seen.items()}
     skipped = {name: refused for name, (_, refused) in seen.items()}

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .gradient import GRADIENT, Limit, limit_for
 from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
 from .reduce import in_transform
-from .watch import Noted, note, untouched
+from .watch import Noted, note, touched
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
 _TENSORS = _STATE[:-1]
@@ -47,7 +47,6 @@ class FederatedBatchNorm(_BatchNorm):
         problem = layer_problem(self)
         if problem:
             raise ValueError(problem)
-        self._was_reset = False
 
     @property
     def momentum(self) -> float | None:
@@ -71,7 +70,7 @@ class FederatedBatchNorm(_BatchNorm):
             self.start_round()
         if begins or self._averaging:
             note([self])
-        self._averaging, self._was_reset = begins, False
+        self._averaging = begins
 
     def _starts_over(self) -> bool:
         """Whether the statistics were reset, in place or by new tensors, and nothing was done since."""
@@ -91,6 +90,11 @@ class FederatedBatchNorm(_BatchNorm):
             self.start_round()
             note([self])
             self._was_reset = True
+
+    def reset_parameters(self) -> None:
+        """As torch's; what was seen is forgotten too."""
+        super().reset_parameters()
+        self._was_reset = False
 
     def start_round(self) -> None:
         """Forget what was seen."""
@@ -209,7 +213,7 @@ class FederatedBatchNorm(_BatchNorm):
         self._refused.add_(refused)
 
     def _apply(self, fn, recurse=True):
-        as_given = self.running_mean is not None and untouched(self)
+        as_given = self.running_mean is not None and self._noted is not None and not touched({"": self})
         super()._apply(fn, recurse)
         if as_given:
             note([self])

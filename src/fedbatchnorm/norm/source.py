@@ -55,7 +55,7 @@ def _parse(function: object) -> ast.FunctionDef:
         raise _Doubt("its source cannot be read") from None
     if not isinstance(found, ast.FunctionDef) or found.name != function.__name__:
         raise _Doubt("its source cannot be read")
-    if [d for d in found.decorator_list if ast.unparse(d).split(".")[-1] != "override"]:
+    if {ast.unparse(d).split(".")[-1] for d in found.decorator_list} - {"override", "property"}:
         raise _Doubt("it has a decorator")
     if not found.args.args and not found.args.posonlyargs:
         raise _Doubt("it has no self")

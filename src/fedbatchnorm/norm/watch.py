@@ -1,66 +1,90 @@
-"""Whether running statistics changed behind a layer's back: what they were when they were given to it."""
+"""Whether running statistics changed behind a layer's back: what they were when they were given to it.
 
+Values are compared, for `F.batch_norm` does not raise the version of the buffers that it writes to.
+"""
+
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .walk import grouped
+
+_BEHIND = (
+    "not by load_statistics or load_state_dict. If a module calls F.batch_norm with their buffers, have it "
+    "call the layers: what it normalized was not measured. If you set them yourself, use load_statistics"
+)
+
 
 class Noted(NamedTuple):
-    """A layer's statistics as they were given to it: the tensors, their versions then, and what they held."""
+    """A layer's statistics as they were given to it: the tensors, and what they held."""
 
     mean: Tensor
     var: Tensor
-    versions: tuple[int, int] | None
     values: Tensor  # (2 c,), a copy
 
 
 def note(layers: Iterable[Any]) -> None:
     """Take what the layers' statistics are now for given; one operation for all layers of a device."""
-    for group in _by_device(layers):
-        values = _values(group)
-        for layer, value in zip(group, values, strict=True):
+    for group in _alike(layers):
+        for layer, values in zip(group, _values(group), strict=True):
             mean, var = layer.running_mean, layer.running_var
-            layer._noted = None if mean.is_meta else Noted(mean, var, _versions(mean, var), value)
-
-
-def untouched(layer: Any) -> bool:
-    """Whether nothing at all has written to a layer's statistics since they were noted."""
-    noted, mean, var = layer._noted, layer.running_mean, layer.running_var
-    if noted is None or noted.mean is not mean or noted.var is not var:
-        return False
-    return noted.versions is not None and noted.versions == _versions(mean, var)
+            layer._noted = None if mean.is_meta else Noted(mean, var, values)
+            layer._was_reset = False
 
 
 def touched(layers: Mapping[str, Any]) -> list[str]:
-    """Names of layers whose statistics are others than when they were noted.
+    """Names of layers whose statistics are others than when they were noted; one comparison for all.
 
     Writing the same values once more is no change: DistributedDataParallel does it in every step.
     """
-    suspects = {id(v): k for k, v in layers.items() if v._noted is not None and not untouched(v)}
+    names = {id(layer): name for name, layer in layers.items() if layer._noted is not None}
     found = []
-    for group in _by_device(layer for layer in layers.values() if id(layer) in suspects):
-        for layer, now in zip(group, _values(group), strict=True):
-            then = layer._noted.values.to(now.device, now.dtype)
-            if now.shape != then.shape or not torch.allclose(now, then, rtol=0, atol=0, equal_nan=True):
-                found.append(suspects[id(layer)])
+    for group in _alike(layer for layer in layers.values() if id(layer) in names):
+        if group[0].running_mean.is_meta:
+            continue
+        now, then = _values(group), [layer._noted.values for layer in group]
+        if not _equal(torch.cat(now), torch.cat(then)):
+            pairs = zip(group, now, then, strict=True)
+            found += [names[id(layer)] for layer, one, two in pairs if not _equal(one, two)]
     return found
 
 
-def _versions(mean: Tensor, var: Tensor) -> tuple[int, int] | None:
-    """How often each tensor was written to; tensors made in inference mode do not know."""
-    return None if mean.is_inference() or var.is_inference() else (mean._version, var._version)
+def warn_of_changes(layers: Mapping[str, Any]) -> None:
+    """Warn of layers whose statistics changed since they were noted, once for each change."""
+    found = touched(layers)
+    if found:
+        note(layers[name] for name in found)
+        rows = ((name, type(layers[name]).__name__, _BEHIND) for name in found)
+        warnings.warn("\n  ".join(["running statistics changed unseen:", *grouped(rows)]), stacklevel=3)
+
+
+def refuse_averaging(layers: Mapping[str, Any]) -> None:
+    """Raise an error that names a layer which is what torch's update_bn makes of it."""
+    for name, layer in layers.items():
+        if layer._averaging:
+            raise ValueError(
+                f"layer {name!r} averages its statistics as a plain BatchNorm, since they were reset and its "
+                "momentum was set to None, as torch's update_bn does: set momentum to what it was before"
+            )
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    two = two.to(one.device, one.dtype)
+    return one.shape == two.shape and bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _values(group: list[Any]) -> list[Tensor]:
     """A copy of each layer's mean and variance in one tensor, (2 c,)."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         flat = torch.cat([t for layer in group for t in (layer.running_mean, layer.running_var)])
     return list(flat.split([2 * len(layer.running_mean) for layer in group]))
 
 
-def _by_device(layers: Iterable[Any]) -> Iterable[list[Any]]:
+def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:
+    """Layers by device and type, so that each group goes into one tensor."""
     groups: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
     for layer in layers:
         groups.setdefault((layer.running_mean.device, layer.running_mean.dtype), []).append(layer)
