@@ -92,9 +92,7 @@ MODELS = {
     "torchvision MobileNetV2": from_torchvision("mobilenet_v2"),
     "torchvision GoogLeNet, two outputs more": from_torchvision("googlenet", 48, init_weights=False),
     "torchvision DeepLabV3": from_torchvision("deeplabv3_mobilenet_v3_large", 32, weights_backbone=None),
-    "torchvision R3D": Row(
-        lambda: torchvision.models.get_model("r3d_18", weights=None, num_classes=5), images(3, 2, 32, 32)
-    ),
+    "torchvision ShuffleNetV2": from_torchvision("shufflenet_v2_x0_5"),
     "transformers ResNet": from_transformers(
         "ResNetForImageClassification", pixels(3, 32, 32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2]
     ),
