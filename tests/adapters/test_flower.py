@@ -392,6 +392,7 @@ def test_a_weight_of_another_name_is_found_inside_wrappers():
     assert {v.reason for v in strategy.left_out.values()} == {"count_out_of_range"}
 
 
+@pytest.mark.filterwarnings("ignore:not converted.*:UserWarning")  # and averaged with the parameters
 def test_layers_used_twice_and_layers_that_only_look_like_batch_norm():
     class Net(nn.Module):
         def __init__(self):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import fedbatchnorm as fbn
-from fedbatchnorm.norm.registry import _ENTRIES
+from fedbatchnorm.norm.registry import _ENTRIES, _drop_and_act
 
 
 @pytest.fixture(autouse=True)
@@ -507,15 +507,63 @@ def test_any_callable_may_come_after():
     assert fbn.convert(net(Pasted))(images()).abs().max() < 1e-3
 
 
+class Splits(nn.BatchNorm2d):
+    """As timm's SplitBatchNorm2d: which call it makes depends, but it makes one."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.aux_bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        if self.training:
+            one, two = x.chunk(2)
+            return torch.cat([super().forward(one), self.aux_bn(two)])
+        return super().forward(x)
+
+
+def test_classes_that_are_known_to_call_super_once_need_not_look_like_it():
+    _ENTRIES[f"{__name__}.Splits"] = _ENTRIES["timm.layers.split_batchnorm.SplitBatchNorm2d"]
+    plain, model = net(Splits), fbn.convert(net(Splits))
+    model(images())
+    assert {name: m.count for name, m in fbn.collect(model).items()} == dict.fromkeys(
+        ["1", "1.aux_bn", "3", "3.aux_bn"], 2 * 16
+    )
+    assert torch.equal(model.eval()(images()), plain.eval()(images()))
+    assert type(fbn.revert(model)[1]) is Splits
+
+
+class WithLimit(nn.BatchNorm2d):
+    limit = 6.0
+
+    def forward(self, x):
+        return super().forward(x).clamp(max=self.limit)
+
+
+class WithSeen(nn.BatchNorm2d):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.seen = nn.Identity()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(WithLimit, "limit"), (WithSeen, "seen")])
+def test_an_attribute_that_a_federated_layer_needs_is_a_refusal(kind, name):
+    with pytest.raises(fbn.ConversionError, match=f"1 x {kind.__name__}: 0: it has an attribute '{name}'"):
+        fbn.convert(nn.Sequential(kind(2)))
+
+
 @pytest.mark.parametrize("module", ["timm.layers.norm_act", "timm.models.layers.norm_act"])
 def test_timm_s_layers_are_known_from_the_start(module, monkeypatch):
-    """Old ones have no dropout, and None for no activation."""
     made = types.ModuleType(module)
     kind = type("BatchNormAct2d", (Pasted,), {"__module__": module, "forward": Pasted.forward})
     made.BatchNormAct2d = kind
     monkeypatch.setitem(sys.modules, module, made)
     model = fbn.convert(net(kind))
     assert model(images()).min() == 0
+
+
+def test_timm_s_old_layers_have_no_dropout_and_none_for_no_activation():
+    fbn.register(Pasted, _drop_and_act)
+    model = fbn.convert(net(Pasted))
     del model[1].drop, model[3].drop
     model[3].act = None
     assert model(images()).min() < 0

@@ -196,7 +196,10 @@ def test_modules_with_statistics_are_listed_and_warned_of_once():
     found = {f.layer: f for f in fbn.inspect(model)}
     assert list(found) == [*map(str, range(10)), "10.module"]
     assert {found[str(i)].becomes for i in range(1, 10)} == {None}
-    assert found["8"].note == "is no BatchNorm and keeps running_avg_std, which stay each client's own"
+    assert (
+        found["8"].note
+        == "is no BatchNorm and keeps running_avg_std, which federated BatchNorm does not share"
+    )
     assert "frozen" in found["9"].note
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

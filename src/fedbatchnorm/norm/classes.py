@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .layers import (
+    _STATE,
     FederatedBatchNorm,
     FederatedBatchNorm1d,
     FederatedBatchNorm2d,
@@ -25,6 +26,13 @@ _CLASSES: dict[type, type[FederatedBatchNorm]] = {
     for c in (FederatedBatchNorm1d, FederatedBatchNorm2d, FederatedBatchNorm3d, FederatedSyncBatchNorm)
 }
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+# What a federated layer has and a plain one must not have.
+_OURS = sorted(
+    {*vars(FederatedBatchNorm), *_STATE, "plain", "_fbn_after", "outside"}
+    - {*dir(nn.BatchNorm2d), "momentum"}
+)
 
 
 class _Followed(FederatedBatchNorm):
@@ -76,6 +84,16 @@ def own_forward_problem(plain: type[_BatchNorm]) -> str | None:
             if doubt:
                 return f"{kind.__name__} has its own forward, and {doubt}. {_advice(plain)}"
     return None
+
+
+def name_problem(layer: _BatchNorm) -> str | None:
+    """Why a plain layer's own attributes would get into the way, or None."""
+    taken = next((name for name in _OURS if hasattr(layer, name)), None)
+    return (
+        f"it has an attribute {taken!r}, which a federated layer needs; rename it, or skip the layer"
+        if taken
+        else None
+    )
 
 
 def only_normalizes(plain: type[_BatchNorm]) -> bool:

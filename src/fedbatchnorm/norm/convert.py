@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .classes import federated_class, has_own_forward, own_forward_problem
+from .classes import federated_class, has_own_forward, name_problem, own_forward_problem
 from .gradient import Limit, check_limit, check_share
 from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
 from .walk import (
@@ -155,8 +155,7 @@ def revert(model: nn.Module) -> nn.Module:
 def inspect(model: nn.Module) -> list[Finding]:
     """List every BatchNorm of `model` with what `convert` would do to it; nothing is changed.
 
-    Modules that keep running statistics and are no BatchNorm are listed, too: they stay as they are, and each
-    client's own.
+    Modules that keep running statistics and are no BatchNorm are listed, too: `convert` leaves those alone.
 
     Example:
         >>> layers = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)
@@ -191,8 +190,9 @@ def conversion_problem(layer: nn.Module) -> str | None:
         return "it is lazy and has no channels yet; run the model once on a sample, then convert"
     if "forward" in layer.__dict__:
         return "it has its own forward, put on this very layer, which would be lost; make it a class's"
-    own = None if isinstance(layer, FederatedBatchNorm) else own_forward_problem(type(layer))
-    return own or layer_problem(layer)
+    if isinstance(layer, FederatedBatchNorm):
+        return layer_problem(layer)
+    return own_forward_problem(type(layer)) or name_problem(layer) or layer_problem(layer)
 
 
 _BY_HAND = "it was written as a federated class, with a forward of its own, and stays one"
@@ -206,7 +206,7 @@ def _finding(name: str, module: nn.Module, skipped: bool) -> Finding:
         return Finding(name, kind, None, _BY_HAND if by_hand else None, True, "skipped, as asked")
     if not is_batch_norm(module):
         statistics = ", ".join(running_statistics(module))
-        frozen = "which are frozen" if is_frozen(module) else "which stay each client's own"
+        frozen = "which are frozen" if is_frozen(module) else "which federated BatchNorm does not share"
         return Finding(name, kind, None, note=f"is no BatchNorm and keeps {statistics}, {frozen}")
     problem = conversion_problem(module)
     if problem:
@@ -221,7 +221,7 @@ def _warn(left: list[Finding], nothing: bool) -> None:
     lines = ["the model has no BatchNorm layer: nothing to convert"] if nothing else []
     if left:
         lines += [
-            "not converted, and not shared by federated BatchNorm (`skip` them if that is as it should be):",
+            "not converted (name them in `skip` if that is as it should be):",
             *grouped((f.layer, f.type, f.note or "") for f in left),
         ]
     if lines:

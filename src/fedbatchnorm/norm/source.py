@@ -1,6 +1,7 @@
 """Whether a class's own forward calls super's exactly once, whatever happens: read from its source."""
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ _ATTRIBUTES = {"training", "eps", "weight", "bias", "num_features"}  # to be rea
 _METHODS = {"train", "eval", "forward", "_buffers", "_parameters", "state_dict", "load_state_dict", "apply"}
 
 
+@functools.cache
 def reads_as_one_call(kind: type) -> str | None:
     """None if the forward that `kind` itself defines calls `super().forward` exactly once; else a doubt."""
     forward = vars(kind)["forward"]
