@@ -24,3 +24,5 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.zoo)
+            for kind in ("FutureWarning", "DeprecationWarning"):  # of what other packages call; ours are errors
+                item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))
