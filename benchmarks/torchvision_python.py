@@ -10,9 +10,9 @@ _library = []  # operators go when their library does
 
 
 def importable():
-    """Make `import torchvision` work. Where the binary does not load, two operators are declared, without code."""
+    """Make `import torchvision` work: without the binary two operators are declared, without code."""
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise

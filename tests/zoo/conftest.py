@@ -1,4 +1,4 @@
-"""What the zoo needs before its packages are imported. Nothing here is downloaded: all models start untrained."""
+"""What the zoo needs before its packages are imported. Nothing is downloaded: models start untrained."""
 
 import os
 import sys
@@ -24,5 +24,5 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.zoo)
-            for kind in ("FutureWarning", "DeprecationWarning"):  # of what other packages call; ours are errors
+            for kind in ("FutureWarning", "DeprecationWarning"):  # in other packages; ours are errors
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))

@@ -25,8 +25,9 @@ def data():
 
 def network():
     torch.manual_seed(0)
-    first = nn.Conv2d(3, 4, 3), timm.layers.BatchNormAct2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
-    return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    first = nn.Conv2d(3, 4, 3), timm.layers.BatchNormAct2d(4)
+    second = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
 
 
 def recorded(layer):
@@ -104,7 +105,8 @@ def test_stochastic_weight_averaging_leaves_the_statistics_that_it_should(data):
     for name, inputs in seen.items():
         assert len(inputs) == (4 + 1) * 3
         assert_measured(updates[0][name], inputs[:-3])
-        mean = torch.stack([x.mean(1) for x in inputs[-3:]]).mean(0)  # its last epoch: a plain mean over batches
+        # The epoch that it adds: a plain mean over batches.
+        mean = torch.stack([x.mean(1) for x in inputs[-3:]]).mean(0)
         var = torch.stack([x.var(1) for x in inputs[-3:]]).mean(0)
         torch.testing.assert_close(after[name].mean.double(), mean, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(after[name].var.double(), var, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
-"""What converting does to real models: shared statistics exact, keys the same both ways, and all of it undone."""
+"""What converting does to real models: exact statistics, keys that fit both ways, and all of it undone."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -27,8 +28,11 @@ def tensors(output):
     """All floating-point tensors of what a model returns."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [tensor for value in values for tensor in tensors(value)]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return (
+        [tensor for value in output for tensor in tensors(value)] if isinstance(output, (list, tuple)) else []
+    )
 
 
 def total(output):
@@ -45,27 +49,23 @@ class Recorder:
 
     def __init__(self, model):
         self.inputs = {name: [] for name in fbn.statistics(model)}
-        modules = dict(model.named_modules())
-        self.handles = [
-            hook
-            for name in self.inputs
-            for hook in (
-                modules[name].register_forward_pre_hook(lambda _, args, name=name: self.before(name, args[0])),
-                modules[name].register_forward_hook(lambda layer, _, y, name=name: self.after(name, layer, y)),
-            )
-        ]
         self.checking = True
+        for name in self.inputs:
+            layer = model.get_submodule(name)
+            layer.register_forward_pre_hook(functools.partial(self.before, name))
+            layer.register_forward_hook(functools.partial(self.after, name))
 
-    def before(self, name, x):
-        self.inputs[name].append(x.detach().clone())
+    def before(self, name, layer, args):
+        self.inputs[name].append(args[0].detach().clone())
 
-    def after(self, name, layer, y):
+    def after(self, name, layer, args, y):
         """In training: normalized with the shared statistics, then what comes after it."""
         if not self.checking:
             return
-        shared = layer.running_mean, layer.running_var, layer.weight, layer.bias
+        x, shared = self.inputs[name][-1], (layer.running_mean, layer.running_var)
         with torch.no_grad():
-            expected = after_normalizing(layer, F.batch_norm(self.inputs[name][-1], *shared, False, 0, layer.eps))
+            normalized = F.batch_norm(x, *shared, layer.weight, layer.bias, training=False, eps=layer.eps)
+            expected = after_normalizing(layer, normalized)
         torch.testing.assert_close(y.detach(), expected, rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
 
     def take(self):

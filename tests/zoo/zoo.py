@@ -94,7 +94,11 @@ MODELS = {
     "torchvision DeepLabV3": from_torchvision("deeplabv3_mobilenet_v3_large", 32, weights_backbone=None),
     "torchvision ShuffleNetV2": from_torchvision("shufflenet_v2_x0_5"),
     "transformers ResNet": from_transformers(
-        "ResNetForImageClassification", pixels(3, 32, 32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2]
+        "ResNetForImageClassification",
+        pixels(3, 32, 32),
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 2],
     ),
     "transformers MobileNetV2": from_transformers(
         "MobileNetV2ForImageClassification", pixels(3, 64, 64), depth_multiplier=0.35
@@ -176,7 +180,10 @@ MODELS = {
     "PyG GCN": Row(lambda: pyg.models.GCN(6, 16, 3, 4, norm="batch_norm"), graph),
     "smp Unet": Row(lambda: smp.Unet("resnet18", encoder_weights=None), images(3, 64, 64)),
     "smp Unet, encoder of timm": Row(
-        lambda: smp.Unet("tu-test_efficientnet", encoder_weights=None, encoder_depth=4, decoder_channels=(32, 16, 8, 8)), images(3, 64, 64)
+        lambda: smp.Unet(
+            "tu-test_efficientnet", encoder_weights=None, encoder_depth=4, decoder_channels=(32, 16, 8, 8)
+        ),
+        images(3, 64, 64),
     ),
     "smp DeepLabV3Plus": Row(
         lambda: smp.DeepLabV3Plus("tu-efficientnet_b0", encoder_weights=None), images(3, 64, 64)
