@@ -202,6 +202,14 @@ def test_evaluation_is_the_class_s_own_and_revert_gives_everything_back(kind):
     assert torch.equal(model(images()), plain(images()))
 
 
+def test_what_comes_after_is_not_done_twice_in_evaluation():
+    fbn.register(Pasted, lambda layer, y: layer.act(layer.drop(y)) + 1)
+    model = fbn.convert(nn.Sequential(Pasted(2, act=nn.Tanh()))).double()
+    x = images()
+    training, evaluation = model(x), model.eval()(x)
+    torch.testing.assert_close(training, evaluation + 1)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_calibrating_is_the_plain_class_in_training(kind):
     register_pasted()

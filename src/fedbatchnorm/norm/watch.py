@@ -30,9 +30,10 @@ def note(layers: Iterable[Any]) -> None:
     """Take what the layers' statistics are now for given; one operation for all layers of a device."""
     for group in _alike(layers):
         for layer, values in zip(group, _values(group), strict=True):
-            mean, var = layer.running_mean, layer.running_var
-            layer._noted = None if mean.is_meta else Noted(mean, var, values)
-            layer._was_reset = False
+            mean, var = layer._buffers["running_mean"], layer._buffers["running_var"]
+            # Past nn.Module, whose way of setting an attribute costs more than all the rest.
+            layer.__dict__["_noted"] = None if mean.is_meta else Noted(mean, var, values)
+            layer.__dict__["_was_reset"] = False
 
 
 def touched(layers: Mapping[str, Any]) -> list[str]:
@@ -73,19 +74,23 @@ def refuse_averaging(layers: Mapping[str, Any]) -> None:
 
 def _equal(one: Tensor, two: Tensor) -> bool:
     two = two.to(one.device, one.dtype)
-    return one.shape == two.shape and bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all())
+    if one.shape != two.shape or torch.equal(one, two):
+        return one.shape == two.shape
+    return bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _values(group: list[Any]) -> list[Tensor]:
     """A copy of each layer's mean and variance in one tensor, (2 c,)."""
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.cat([t for layer in group for t in (layer.running_mean, layer.running_var)])
-    return list(flat.split([2 * len(layer.running_mean) for layer in group]))
+        buffers = [layer._buffers for layer in group]
+        flat = torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
+    return list(flat.split([2 * b["running_mean"].numel() for b in buffers]))
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:
     """Layers by device and type, so that each group goes into one tensor."""
     groups: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
     for layer in layers:
-        groups.setdefault((layer.running_mean.device, layer.running_mean.dtype), []).append(layer)
+        mean = layer._buffers["running_mean"]
+        groups.setdefault((mean.device, mean.dtype), []).append(layer)
     return groups.values()
