@@ -174,7 +174,7 @@ MODELS = {
         lambda: monai.resnet10(n_input_channels=1, num_classes=2, widen_factor=0.25), images(1, 16, 16, 16)
     ),
     "MONAI EfficientNet": Row(
-        lambda: monai.EfficientNetBN("efficientnet-b0", pretrained=False, num_classes=5), images(3, 64, 64)
+        lambda: monai.EfficientNetBN("efficientnet-b0", pretrained=False, num_classes=5), images(3, 32, 32)
     ),
     "PyG GIN": Row(lambda: pyg.models.GIN(6, 16, 3, 4, norm="batch_norm"), graph),
     "PyG GCN": Row(lambda: pyg.models.GCN(6, 16, 3, 4, norm="batch_norm"), graph),
@@ -186,6 +186,6 @@ MODELS = {
         images(3, 64, 64),
     ),
     "smp DeepLabV3Plus": Row(
-        lambda: smp.DeepLabV3Plus("tu-efficientnet_b0", encoder_weights=None), images(3, 64, 64)
+        lambda: smp.DeepLabV3Plus("tu-efficientnet_b0", encoder_weights=None), images(3, 32, 32)
     ),
 }
