@@ -137,6 +137,26 @@ def test_transformers_trainer_collects_what_it_trained_on(data, tmp_path):
         assert_measured(update[name], inputs)
 
 
+@pytest.mark.parametrize(("best", "count"), [(False, 4 * 6 * 64), (True, 0)])
+def test_the_trainer_that_loads_its_best_model_discards_what_was_measured(best, count, data, tmp_path):
+    """As docs/recipes.md says: it loads a state dict before `on_train_end`."""
+
+    class Client(transformers.TrainerCallback):
+        def on_train_end(self, args, state, control, model, **kwargs):
+            self.update = fbn.collect(model)
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5)
+    model, client = fbn.convert(transformers.ResNetForImageClassification(config)), Client()
+    rows = [{"pixel_values": image, "labels": label} for image, label in data]
+    every = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    settings = {"max_steps": 4, "per_device_train_batch_size": 6, "load_best_model_at_end": best}
+    arguments = transformers.TrainingArguments(str(tmp_path), **settings, **every, **quiet)
+    sets = {"train_dataset": rows, "eval_dataset": rows[:6]}
+    transformers.Trainer(model, arguments, callbacks=[client], **sets).train()
+    assert client.update["resnet.embedder.embedder.normalization"].count == count
+
+
 def test_timm_s_converter_after_ours_is_noticed():
     model = timm.layers.convert_sync_batchnorm(fbn.convert(timm.create_model("test_efficientnet")))
     with pytest.raises(ValueError, match="SyncBatchNorm"):
