@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow zoo lint bench clean
 help:
 	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
 	@echo "make test    lint, types, import layers and tests (some minutes)"
 	@echo "make test-slow  the tests that take longer: campaigns, real federations, interrupted runs"
+	@echo "make zoo     real models of timm, torchvision, transformers, ... and docs/recipes.md (installs them)"
 	@echo "make bench   speed of the layers and of a whole round"
 
 $(BIN)/python:
@@ -36,6 +37,14 @@ test: lint
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --show-capture=stderr $(PYTEST_FLAGS)
+
+# The binary of torchvision may be for another build of torch: its Python is enough, see tests/zoo.
+$(VENV)/zoo-installed: pyproject.toml constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,zoo]'
+	@touch $@
+
+zoo: $(VENV)/zoo-installed
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m zoo --show-capture=stderr $(PYTEST_FLAGS) tests/zoo
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layer.py

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from flower_table import local_epochs
 from pictures import PICTURES
+from scan_table import which_convert
 
 from fedbatchnorm.simulation.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[1]
-PAGE, FLOWER = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "flower.md"
+PAGE, FLOWER, RECIPES = (ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "flower", "recipes"))
 RESULTS = ROOT / "results" / "benchmarks"
 
 HEAD = """# Speed
@@ -463,6 +464,12 @@ def flower_page():
     return between(text, "results", flower_results())
 
 
+def recipes_page():
+    """The recipes, with the scan of real models between marks."""
+    scan = json.loads((RESULTS / "scan-models.json").read_text())
+    return between(RECIPES.read_text(), "scan", which_convert(scan))
+
+
 def between(page, mark, text):
     """The page with this text between `<!-- mark -->` and `<!-- /mark -->`."""
     start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
@@ -507,7 +514,7 @@ def written():
         for name, (file, draw) in PICTURES.items()
         if (RESULTS / file).exists()
     }
-    return {PAGE: page(), FLOWER: flower_page()} | images
+    return {PAGE: page(), FLOWER: flower_page(), RECIPES: recipes_page()} | images
 
 
 def write_or_check(files):

@@ -15,7 +15,7 @@ MACHINE = {"name": "a machine", "torch": "2.0", "threads": 4}
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("table", "pictures", "flower_table"):
+    for name in ("table", "pictures", "flower_table", "scan_table"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import table
 
@@ -164,6 +164,32 @@ def test_local_epochs_are_a_mean_over_seeds_for_each_split(page):
 
 def test_the_page_on_flower_is_what_its_results_say(page):
     assert page.flower_page() == page.FLOWER.read_text(encoding="utf-8")
+
+
+def scanned(**more):
+    package = {"version": "1.0", "models": 9, "batch_norm": 4, "converted": 3, "refused": [], "others": []}
+    layers = {"Odd": {"models": 1, "layers": 70}, "BatchNorm2d": {"models": 4, "layers": 5000}}
+    packages = {"timm": package | {"layers": layers, "not_built": []} | more}
+    return {"torch": "2.0", "commit": "c0ffee", "packages": packages}
+
+
+def test_the_scan_says_what_converts_and_names_what_does_not(page):
+    refused = [{"model": f"net{i}", "type": "Odd", "why": "it is odd"} for i in range(2)]
+    not_built = [{"model": "late", "why": "no data"}]
+    text = page.which_convert(scanned(refused=refused, not_built=not_built))
+    assert cells(text)["timm 1.0"] == [["9", "4", "3 (75.0%)", "1"]]
+    assert cells(text)["timm"] == [["`BatchNorm2d`", "4", "5,000", "0"], ["`Odd`", "1", "70", "2"]]
+    assert "timm, refused: net0, net1. `Odd`: it is odd" in text
+    assert "timm, not built: late. no data" in text
+    assert "refused:" not in page.which_convert(scanned())
+
+
+def test_the_scan_as_committed_is_above_what_was_promised(page):
+    scan = json.loads((page.RESULTS / "scan-models.json").read_text())["packages"]
+    assert scan["timm"]["models"] > 1000
+    for package in scan.values():
+        assert package["converted"] + len(package["refused"]) >= package["batch_norm"]
+        assert package["converted"] >= 0.97 * package["batch_norm"]
 
 
 def test_a_page_without_marks_is_an_error(page):
