@@ -176,13 +176,41 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert not folder.finished()
 
 
-def test_a_damaged_run_is_named(capsys, tmp_path):
-    call(capsys, "run", *SHORT)
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl", "model.safetensors", "config.json"])
+def test_a_damaged_run_is_named_and_run_again(capsys, tmp_path, file):
+    _, first, _ = call(capsys, "run", *SHORT)
     (folder,) = (tmp_path / "runs").iterdir()
-    (folder / "summary.json").write_text("{")
-    status, _, err = call(capsys, "run", *SHORT)
+    (folder / file).write_text("{")
+    with pytest.warns(UserWarning, match=rf"a damaged run is run again \(runs/{folder.name}/{file}[:,]"):
+        status, out, _ = call(capsys, "run", *SHORT)
+    assert status == 0
+    assert next(line for line in out.splitlines() if "accuracy" in line) in first
+    assert (folder / f"{file}.damaged").read_text() == "{"
+    assert call(capsys, "report", "runs")[0] == 0
+
+
+def test_a_reproduction_runs_what_is_damaged_again(capsys, tmp_path):
+    arguments = ["reproduce", "fig1", "--device", "cpu"]
+    call(capsys, *arguments)
+    damaged = [path for path in sorted((tmp_path / "runs").iterdir()) if path.name != "report"]
+    for folder, file in zip(damaged, ("summary.json", "config.json"), strict=True):
+        (folder / file).write_text("{")
+    with pytest.warns(UserWarning, match="a damaged run is run again"):
+        status, out, err = call(capsys, *arguments)
+    assert (status, err) == (0, "")
+    assert "finished before" not in out
+    assert call(capsys, *arguments)[1].count("2 of them finished before") == 1
+
+
+def test_a_reproduction_without_all_of_its_runs_is_not_a_success(capsys, tmp_path):
+    """Another process is at one of them."""
+    (run, *_) = FIGURES["fig1"].runs("small", 1)
+    with RunFolder(tmp_path / "runs", run).open():
+        status, out, err = call(capsys, "reproduce", "fig1", "--device", "cpu")
     assert status == 1
-    assert f"runs/{folder.name} is damaged" in err
+    assert "1 of 2 runs are not there" in err
+    assert "report: " in out
+    assert call(capsys, "reproduce", "fig1", "--device", "cpu")[0] == 0
 
 
 def test_a_file_in_the_current_folder_does_not_stand_in_for_a_library(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedbatchnorm.experiments.config import Run
-from fedbatchnorm.experiments.folder import Result
+from fedbatchnorm.experiments.results import Result
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.report.groups import NO_ATTACK, NO_DEFENSE, figures_of, sieges
 from fedbatchnorm.report.liars import judge_siege

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..experiments.folder import write_bytes
+from ..experiments.files import write_bytes
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
 _NOT_JSON = object()
