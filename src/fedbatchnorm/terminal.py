@@ -39,7 +39,7 @@ class Patient:
             text.encode(encoding)
             return text
         except UnicodeEncodeError:
-            return text.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+            return "".join(_shown(character, encoding) for character in text)
 
     def _try(self, do: Callable[[], Any]) -> None:
         if self._over:
@@ -55,6 +55,15 @@ class Patient:
             with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
                 # What is still in the buffer would fail again when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def _shown(character: str, encoding: str) -> str:
+    """The character, or what stands for it where it cannot be written."""
+    try:
+        character.encode(encoding)
+        return character
+    except UnicodeEncodeError:
+        return character.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextlib.contextmanager
