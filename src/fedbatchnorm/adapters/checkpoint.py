@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ..experiments.checks import parse
-from ..experiments.files import locked, regular, sweep, write_bytes
+from ..experiments.files import DamagedError, locked, regular, sweep, write_bytes
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
 _KINDS = ("array", "number", "dict", "list", "value", "state")
@@ -103,23 +103,23 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
             tensors, facts, plain = _read(file)
             break
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
-            problems.append(f"{file}: {error}")
+            problems.append(f"{file}: {str(error)[:200]}")
     else:
         why = "; ".join(problems)
-        raise ValueError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
+        raise DamagedError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
     arrays = {k.removeprefix(_ARRAYS): v for k, v in tensors.items() if k.startswith(_ARRAYS)}
     shapes = {name: tuple(array.numpy().shape) for name, array in like.items()}
     if {name: value.shape for name, value in arrays.items()} != shapes:
-        raise ValueError(f"{file} is of another model: delete it to start anew")
+        raise DamagedError(f"{file} is of another model: delete it to start anew")
     for name, array in like.items():
         kinds = arrays[name].dtype, array.numpy().dtype
         if kinds[0].kind != kinds[1].kind or np.promote_types(kinds[1], np.float32) != np.promote_types(
             kinds[0], np.float32
         ):
-            raise ValueError(f"{file} is of a model with {name} in {kinds[0]}, not {kinds[1]}")
+            raise DamagedError(f"{file} is of a model with {name} in {kinds[0]}, not {kinds[1]}")
     if facts["strategy"] != _kinds(strategy):
         other = f"{facts['strategy']}, not {_kinds(strategy)}"
-        raise ValueError(f"{file} is of a run with {other}: delete it to start anew")
+        raise DamagedError(f"{file} is of a run with {other}: delete it to start anew")
     if problems:
         path.replace(path.with_name(path.name + ".damaged"))
     saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)} | plain
@@ -128,7 +128,7 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
     try:
         restore(strategy, saved)
     except Exception as error:  # of whatever the strategy makes of a state
-        raise ValueError(f"{file}: the strategy refuses what it remembered: {error!r}") from error
+        raise DamagedError(f"{file}: the strategy refuses what it remembered: {error!r}") from error
     share = float(facts["gradient"]) if "gradient" in facts else None
     return Saved({name: arrays[name] for name in like}, int(facts["done"]), share)
 
@@ -140,23 +140,23 @@ def _check_attribute(strategy: object, key: str, value: Any, where: str) -> None
     if name == "strategy":
         inner = getattr(strategy, "strategy", None)
         if inner is None:
-            raise ValueError(f"{where} is of a strategy in {type(strategy).__name__}, which holds none")
+            raise DamagedError(f"{where} is of a strategy in {type(strategy).__name__}, which holds none")
         return _check_attribute(inner, rest, value, where)
     plain = kind in ("state", "value")
     if rest.count("/") < 1 or kind not in _KINDS or plain == isinstance(value, np.ndarray):
-        raise ValueError(f"{where} is not what a strategy remembers")
+        raise DamagedError(f"{where} is not what a strategy remembers")
     own = inspect.getattr_static(type(strategy), name, None)
     known = vars(strategy).get(name)
     if name.startswith("__") or callable(own) or hasattr(own, "__get__") or callable(known):
-        raise ValueError(f"{where} is no data of a {type(strategy).__name__}")
+        raise DamagedError(f"{where} is no data of a {type(strategy).__name__}")
     if kind == "state":
         if not callable(getattr(known, "load_state_dict", None)):
-            raise ValueError(f"{where} is no state of a {type(strategy).__name__}")
+            raise DamagedError(f"{where} is no state of a {type(strategy).__name__}")
     elif kind == "number":
         if value.ndim:
-            raise ValueError(f"{where} is an array of shape {value.shape}, not a number")
+            raise DamagedError(f"{where} is an array of shape {value.shape}, not a number")
     elif not _fits(known, value, kind):
-        raise ValueError(f"{where} is a {type(value).__name__} in place of a {type(known).__name__}")
+        raise DamagedError(f"{where} is a {type(value).__name__} in place of a {type(known).__name__}")
     return None
 
 
@@ -176,14 +176,14 @@ def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, 
         facts = dict(opened.metadata() or {})
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     if facts.get("format") != _FORMAT:
-        raise ValueError(f"format {facts.get('format')}, expected {_FORMAT}")
+        raise DamagedError(f"format {facts.get('format')}, expected {_FORMAT}")
     if facts.pop("digest") != _digest(tensors, facts):
-        raise ValueError("its contents are not those that were written")
+        raise DamagedError("its contents are not those that were written")
     plain = parse(facts["plain"].encode(), "what the strategy remembers")
     if not isinstance(plain, dict) or "strategy" not in facts:
-        raise ValueError("it does not say what the strategy remembers")
+        raise DamagedError("it does not say what the strategy remembers")
     if not 0 <= int(facts["done"]) < 2**63 or not math.isfinite(float(facts.get("gradient", 0))):
-        raise ValueError(f"{facts['done'][:20]} rounds done, gradient {facts.get('gradient', '')[:20]}")
+        raise DamagedError(f"{facts['done'][:20]} rounds done, gradient {facts.get('gradient', '')[:20]}")
     return tensors, facts, plain
 
 

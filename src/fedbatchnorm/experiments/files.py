@@ -19,6 +19,7 @@ except ImportError:  # not on Windows: there, two processes on one folder are th
     fcntl = None
 
 LARGEST = 2**30  # bytes of a text file that is read as a whole
+_LONGEST = 600  # characters of a message
 _PART = ".part"
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF)
@@ -29,7 +30,10 @@ class BusyError(RuntimeError):
 
 
 class DamagedError(ValueError):
-    """A file is not what was written, or not what it should be; the message names it."""
+    """A file is not what was written, or not what it should be; the message names it, and is short."""
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
 
 
 class Lock(NamedTuple):
