@@ -1,5 +1,6 @@
 """Hostile bytes made from good ones: torn, cut, flipped, and JSON with values that nobody expects."""
 
+import copy
 import json
 import math
 
@@ -75,7 +76,7 @@ def _change(value, rng):
         else:
             value[at] = _change(value[at], rng)
         return value
-    return rng.choice(VALUES)
+    return copy.deepcopy(rng.choice(VALUES))
 
 
 def tensors(content, rng):
