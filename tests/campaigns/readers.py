@@ -24,6 +24,7 @@ from fedbatchnorm.experiments.runner import Options, Stopped, run_all
 from fedbatchnorm.report.groups import comparisons, final_table, ring_table, rings
 from fedbatchnorm.simulation.ring import Ring
 
+ATTRIBUTES = ("aggregate_train/value/", "__class__/value/", "strategy/x/value/", "eta/code/", "eta/state/")
 SHORT = {"rounds": 6, "evaluate_every": 2, "clients": 4}
 
 
@@ -214,7 +215,12 @@ def server_checkpoints(count, rng, place):
         forged = rng.random() < 0.5
         if forged:
             odd = dict(facts)
-            odd["plain"] = structured(json.loads(facts["plain"]), rng).decode(errors="replace")
+            memory = json.loads(facts["plain"])
+            if rng.random() < 0.3:
+                memory[rng.choice(ATTRIBUTES)] = rng.choice([1, "x", None, {}])
+            odd["plain"] = (
+                json.dumps(memory) if rng.random() < 0.3 else structured(memory, rng).decode(errors="replace")
+            )
             if rng.random() < 0.3:
                 odd[rng.choice(list(odd))] = rng.choice(["", "x", "-1", "nan", "9" * 5000])
             kept = {k: v for k, v in held.items() if rng.random() < 0.95}

@@ -185,7 +185,8 @@ def _folders(root: Path, left_out: list[LeftOut]) -> Iterable[Path]:
     """Every folder below (and with) `root` that is a run's; what cannot be listed is left out by name."""
 
     def refuse(error: OSError) -> None:
-        left_out.append(LeftOut(str(error.filename), f"damaged: {error.strerror}", "damaged"))
+        if not isinstance(error, FileNotFoundError):  # gone, or not there yet
+            left_out.append(LeftOut(str(error.filename), f"damaged: {error.strerror}", "damaged"))
 
     found = [Path(folder) for folder, _, files in os.walk(root, onerror=refuse) if {*_MARKS} & {*files}]
     return sorted(found)
