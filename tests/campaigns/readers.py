@@ -137,13 +137,11 @@ def archives(count, rng, place):
             assert left.place.startswith(str(file))
         for result in results:
             _possible(result)
-            if sealed and result.name in whole and b'"digest"' in changed:
+            # A line that lost its digest is taken for one from before there were digests.
+            if sealed and changed.count(b'"digest"') == len(whole):
                 one = whole[result.name]
-                same = result.metrics == one.metrics and result.environment == one.environment
-                found["changed"] += not same
+                assert result[1:] == one[1:]
         found["refused" if left_out else "read"] += 1
-    # A line whose digest is lost is taken for one from before there were digests, and is possible at least.
-    assert found["changed"] <= count // 50
     return found
 
 

@@ -271,3 +271,26 @@ def test_metrics_and_names_are_on_the_disk_before_the_summary(folder, monkeypatc
         ("sync", folder.metrics_file),
         ("sync_folder", folder.path),  # the summary's
     ]
+
+
+def test_types_and_shapes_are_part_of_a_checkpoint(folder):
+    """The same bytes under another type, or in another shape, are other tensors."""
+    for before, after in ((b'"dtype":"F32"', b'"dtype":"I32"'), (b'"shape":[2,3]', b'"shape":[3,2]')):
+        folder.save_checkpoint(TENSORS, 1, 1.0)
+        newest = folder.checkpoints[0]
+        content = newest.read_bytes()
+        assert before in content
+        newest.write_bytes(content.replace(before, after))
+        folder.checkpoints[1].unlink(missing_ok=True)
+        assert folder.restore() is None
+        newest.write_bytes(content)
+        assert folder.restore().step == 1
+
+
+def test_what_was_restored_does_not_change_with_the_file(folder):
+    two_checkpoints(folder)
+    found = folder.restore()
+    newest = folder.checkpoints[0]
+    with newest.open("r+b") as file:
+        file.write(bytes(newest.stat().st_size))
+    assert torch.equal(found.tensors["c"], TENSORS["c"] + 2)

@@ -112,7 +112,10 @@ def _parse(file: Path, number: int, text: bytes) -> Result:
     line = checks.parse(text, where)
     if not isinstance(line, dict) or not {*_FACTS, *_CURVES} <= line.keys():
         raise DamagedError(f"{where}: not a run: it must have config, summary, environment, and the curves")
-    if line.get("digest") not in (None, json_digest({k: v for k, v in line.items() if k != "digest"})):
+    unknown = sorted(line.keys() - {*_FACTS, *_CURVES, "digest"})
+    if unknown:
+        raise DamagedError(f"{where}: unknown fields: {', '.join(map(checks.shown, unknown[:5]))}")
+    if "digest" in line and line["digest"] != json_digest({k: v for k, v in line.items() if k != "digest"}):
         raise DamagedError(f"{where}: it is not what was written (its digest is another)")
     try:
         config, source = read_config(line["config"])

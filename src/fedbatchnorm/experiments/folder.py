@@ -163,7 +163,8 @@ class RunFolder:
             files.regular(path)
             with safe_open(path, "pt") as file:
                 facts = dict(file.metadata() or {})
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # Copies: what is mapped from a file changes with it, after its digest was right.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             if facts.pop("digest") != _digest(tensors, facts):
                 return None
             length, step = int(facts["metrics_bytes"]), int(facts["step"])
@@ -188,9 +189,11 @@ def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _digest(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
+    """A hash of all of a checkpoint; types and shapes are in it only if the run is."""
     content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
-        content.update(name.encode())
+        kind = f" {tensors[name].dtype} {tuple(tensors[name].shape)} " if "run" in facts else ""
+        content.update(f"{name}{kind}".encode())
         content.update(tensors[name].flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()
 
