@@ -22,7 +22,7 @@ SAYS = {
     ),
     "checkpoints of runs": ("changed checkpoints and metrics", "one that was written, to the bit, or none"),
     "checkpoints of servers": ("a changed or forged server's checkpoint", "what was written, or an error"),
-    "merges": ("a hostile update to `merge`", "the result of the others alone, to the bit"),
+    "merges": ("a merge with 1 to 3 hostile updates", "the result of the others alone, to the bit"),
     "kills of runs": ("SIGKILL during a run", "resumed, the bits of the undisturbed run"),
     "kills of collecting": ("SIGKILL while a file of runs is written", "the old file or the new one"),
     "full disks": ("no space at a random moment of a run", "an error with a path; then the same bits"),
