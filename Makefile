@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow zoo lint bench clean
+.PHONY: help demo test test-slow zoo lint bench campaign clean
 help:
 	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
 	@echo "make test    lint, types, import layers and tests (some minutes)"
 	@echo "make test-slow  the tests that take longer: campaigns, real federations, interrupted runs"
 	@echo "make zoo     real models of timm, torchvision, transformers, ... and docs/recipes.md (installs them)"
+	@echo "make campaign  hostile inputs, kills and full disks in large numbers (half an hour); see docs/reliability.md"
 	@echo "make bench   speed of the layers and of a whole round"
 
 $(BIN)/python:
@@ -50,6 +51,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layer.py
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/python benchmarks/rules.py
+
+campaign: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns/campaign.py --json results/reliability/campaign.json
+	$(BIN)/python benchmarks/reliability_table.py
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

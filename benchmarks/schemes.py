@@ -16,7 +16,7 @@ import torch
 
 from fedbatchnorm.experiments.config import Run, digest
 from fedbatchnorm.experiments.environment import choose_device
-from fedbatchnorm.experiments.folder import read_results
+from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import Options, run_all
 from fedbatchnorm.simulation.schemes import SCHEMES
 
@@ -81,7 +81,7 @@ def collect(runs, file, configs):
     wanted = {digest(c): c for c in configs}
     rows, environment = [], None
     for result in read_results(runs)[0]:
-        if digest(result.config) not in wanted:
+        if result.name not in wanted:
             continue
         run, split = (
             result.config,
@@ -89,7 +89,7 @@ def collect(runs, file, configs):
         )
         rows.append(
             {"scheme": run.scheme, "split": split, "lr": run.lr, "seed": run.seed, "precision": run.precision}
-            | {k: v for k, v in result.summary.items() if k != "round"}
+            | {k: v for k, v in result.summary.items() if k not in ("round", "files", "digest")}
         )
         environment = result.environment[-1]
     order = list(SCHEMES)

@@ -20,7 +20,7 @@ import torch
 
 from fedbatchnorm.experiments.config import Run, digest
 from fedbatchnorm.experiments.environment import choose_device
-from fedbatchnorm.experiments.folder import read_results
+from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import Options, run_all
 
 OURS = {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True}
@@ -157,7 +157,7 @@ def collect(runs, file, study, configs):
     }
     rows, environments = {}, set()
     for result in read_results(runs)[0]:
-        name = digest(result.config)
+        name = result.name
         if name in wanted:
             config = dataclasses.asdict(result.config)
             apart = {k: v for k, v in config.items() if k not in common and v is not None}

@@ -12,6 +12,7 @@ import textwrap
 import time
 
 import pytest
+import torch
 
 from fedbatchnorm.cli import COMMANDS, main
 from fedbatchnorm.data.datasets import DATASETS
@@ -19,6 +20,7 @@ from fedbatchnorm.data.partition import PARTITIONS
 from fedbatchnorm.experiments.catalogue import FIGURES
 from fedbatchnorm.experiments.config import Run, digest
 from fedbatchnorm.experiments.folder import RunFolder
+from fedbatchnorm.experiments.runner import Options, Stopped, run_all
 from fedbatchnorm.simulation.models import MODELS
 from fedbatchnorm.simulation.schemes import SCHEMES
 
@@ -115,6 +117,11 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["report", "."], "holds no finished run"),
         (["data", "kmnist"], "choose from gaussian_ring, digits, cifar10"),
         (["demo", "--seeds", "0"], "seeds is 0"),
+        (["run", "--defense", "clipping:-1+median"], "defense is 'clipping:-1+median'"),
+        (["run", "--defense", "centred_clipping:nan"], "defense is 'centred_clipping:nan'"),
+        (["run", "--checkpoint-seconds", "nan"], "checkpoint_seconds is nan; it must be at least 0"),
+        (["run", "--checkpoint-seconds", "-1"], "checkpoint_seconds is -1"),
+        (["run", "--batch", "100000000"], "batch is 100000000; digits has 1433 training samples"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -176,13 +183,41 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert not folder.finished()
 
 
-def test_a_damaged_run_is_named(capsys, tmp_path):
-    call(capsys, "run", *SHORT)
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl", "model.safetensors", "config.json"])
+def test_a_damaged_run_is_named_and_run_again(capsys, tmp_path, file):
+    _, first, _ = call(capsys, "run", *SHORT)
     (folder,) = (tmp_path / "runs").iterdir()
-    (folder / "summary.json").write_text("{")
-    status, _, err = call(capsys, "run", *SHORT)
+    (folder / file).write_text("{")
+    with pytest.warns(UserWarning, match=rf"a damaged run is run again \(runs/{folder.name}/{file}[:,]"):
+        status, out, _ = call(capsys, "run", *SHORT)
+    assert status == 0
+    assert next(line for line in out.splitlines() if "accuracy" in line) in first
+    assert (folder / f"{file}.damaged").read_text() == "{"
+    assert call(capsys, "report", "runs")[0] == 0
+
+
+def test_a_reproduction_runs_what_is_damaged_again(capsys, tmp_path):
+    arguments = ["reproduce", "fig1", "--device", "cpu"]
+    call(capsys, *arguments)
+    damaged = [path for path in sorted((tmp_path / "runs").iterdir()) if path.name != "report"]
+    for folder, file in zip(damaged, ("summary.json", "config.json"), strict=True):
+        (folder / file).write_text("{")
+    with pytest.warns(UserWarning, match="a damaged run is run again"):
+        status, out, err = call(capsys, *arguments)
+    assert (status, err) == (0, "")
+    assert "finished before" not in out
+    assert call(capsys, *arguments)[1].count("2 of them finished before") == 1
+
+
+def test_a_reproduction_without_all_of_its_runs_is_not_a_success(capsys, tmp_path):
+    """Another process is at one of them."""
+    (run, *_) = FIGURES["fig1"].runs("small", 1)
+    with RunFolder(tmp_path / "runs", run).open():
+        status, out, err = call(capsys, "reproduce", "fig1", "--device", "cpu")
     assert status == 1
-    assert f"runs/{folder.name} is damaged" in err
+    assert "1 of 2 runs are not there" in err
+    assert "report: " in out
+    assert call(capsys, "reproduce", "fig1", "--device", "cpu")[0] == 0
 
 
 def test_a_file_in_the_current_folder_does_not_stand_in_for_a_library(tmp_path):
@@ -278,3 +313,99 @@ def test_a_warning_is_one_line(tmp_path):
     done = subprocess.run([*COMMAND, "run", "--model", "own:net", *SHORT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "warning: mind the gap\n"
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+def test_other_signals_save_as_ctrl_c_does(tmp_path, name):
+    """A terminal that goes says so twice, which is not a second wish to stop."""
+    number = getattr(signal, name)
+    arguments = ["run", "--rounds", "30000", "--evaluate-every", "50", "--device", "cpu", "--out", "runs"]
+    folder = RunFolder(tmp_path / "runs", Run(rounds=30000, evaluate_every=50))
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    while not folder.metrics_file.exists() and process.poll() is None:
+        time.sleep(0.02)
+    for _ in range(2 if name == "SIGHUP" else 1):
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert re.search(r"stopped at round \d+ of 30000", err)
+    assert folder.checkpoints[0].exists()
+
+
+def test_under_nohup_a_terminal_that_goes_is_nothing(tmp_path):
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    folder = RunFolder(tmp_path / "runs", Run(rounds=300, evaluate_every=10))
+    arguments = ["run", "--rounds", "300", "--evaluate-every", "10", "--device", "cpu"]
+    process = subprocess.Popen([*COMMAND, *arguments], preexec_fn=ignore, stdout=subprocess.DEVNULL)
+    while not folder.metrics_file.exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert folder.finished()
+
+
+def test_a_corrupt_environment_does_not_block_a_run(capsys, tmp_path, monkeypatch):
+    """No result depends on it: it is put aside, and the run continues where it was."""
+    config = Run(rounds=6, evaluate_every=3, clients=4)
+    answers = iter([False] * 3 + [True])
+    with pytest.raises(Stopped):
+        run_all([config], tmp_path / "runs", Options(stop=lambda: next(answers)))
+    folder = RunFolder(tmp_path / "runs", config)
+    (folder.path / "environment.json").write_text('[{"a": ')
+    with pytest.warns(UserWarning, match="where the run ran before is lost"):
+        status, out, _ = call(capsys, "run", *SHORT)
+    assert (status, "final accuracy" in out) == (0, True)
+    assert json.loads((folder.path / "environment.json").read_text())[0]["from_round"] == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("Unable to allocate 5 TiB"), "5 TiB"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            "can't allocate",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "Tried to allocate 9 GiB"),
+    ],
+    ids=["numpy", "CPU", "CUDA"],
+)
+def test_out_of_memory_is_one_line(capsys, monkeypatch, error, message):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr("fedbatchnorm.cli.run_all", full)
+    status, _, err = call(capsys, "run", *SHORT)
+    assert status == 1
+    assert re.search(rf"^error: out of memory: a smaller --batch.*{message}", err)
+    monkeypatch.setattr("fedbatchnorm.cli.run_all", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # what is no lack of memory is not called one
+        call(capsys, "run", *SHORT)
+
+
+MODULES = {
+    "raises": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    "does not parse": ("def f(:", "cannot be imported: SyntaxError: "),
+    "exits": ("raise SystemExit('bye')", "cannot be imported: SystemExit: bye"),
+    "fails": ("def f(): raise KeyError('x')", "cannot be made: KeyError: 'x'"),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_model_s_module_that_fails_is_one_line(capsys, tmp_path, kind):
+    text, message = MODULES[kind]
+    name = f"own_model_that_{kind.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(text + "\n")
+    status, _, err = call(capsys, "run", "--model", f"{name}:f", *SHORT)
+    assert status == 1
+    assert err.startswith(f"error: model '{name}:f' {message}")
+    assert f"{name}.py, line 1" in err
+    assert err.count("\n") == 1
+
+
+def test_a_report_of_a_file_without_runs_does_not_advise_to_run_into_it(capsys, tmp_path):
+    (tmp_path / "none.runs.jsonl").write_text("")
+    status, _, err = call(capsys, "report", "none.runs.jsonl")
+    assert (status, err) == (1, "error: none.runs.jsonl holds no finished run\n")

@@ -1,6 +1,6 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
-import os
+import math
 import signal
 import sys
 import time
@@ -16,23 +16,32 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
 
-from . import flags
+from . import __version__, flags
 from .adapters.scaffold import write_app
 from .aggregation.aggregators import AGGREGATORS
 from .aggregation.attacks import ATTACKS
 from .aggregation.mixing import MIXING
 from .data import cifar10, datasets, mnist, partition
 from .experiments import catalogue
-from .experiments.archive import SUFFIX, gather, write_archive
+from .experiments.archive import SUFFIX, gather, nothing_in, write_archive
 from .experiments.config import USUAL, Run, describe, digest
 from .experiments.environment import choose_device, describe_device
-from .experiments.folder import BusyError, read_results
+from .experiments.files import BusyError
+from .experiments.results import LeftOut, read_results
 from .experiments.runner import Options, Stopped, Watcher, run_all
 from .simulation.models import MODELS
 from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
+from .terminal import patient_streams
+
+_NAMED = 20  # runs that are left out, at most, by name
+_NO_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
+
+
+class IncompleteError(RuntimeError):
+    """All was done that could be, and something that was asked for is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class Where:
     """compiled compiles rounds, and on a CUDA GPU replays them as CUDA graphs; eager runs one operation after
     another; auto is compiled on a CUDA GPU and eager elsewhere."""
     checkpoint_seconds: float = 30.0
-    """An interrupted run goes on from its last checkpoint: seconds between them."""
+    """An interrupted run continues from its last checkpoint: seconds between them."""
     quiet: bool = False
     """No progress bar. There is none either when the output is not a terminal."""
 
@@ -107,13 +116,14 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
     """
     configs = catalogue.demo(_at_least_one("seeds", seeds))
     _run(configs, Where(out=out, device="cpu", quiet=quiet))
-    _tables([out], configs)
+    missing = _tables([out], configs)
     print(
         "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalises\n"
         "by its own digit, and the averaged variance misses what lies between clients. FBN shares\n"
         "statistics that are those of the union, and stays with centralised training."
     )
     _report([out])
+    _expect_none(missing, len(configs))
 
 
 def run(
@@ -141,7 +151,7 @@ def run(
     results, left_out = read_results(where.out / digest(config))
     if not results:
         raise ValueError(
-            f"{where.out / digest(config)} is damaged ({left_out[0][1]}): delete it and run again"
+            f"{left_out[0].place} is {left_out[0].why}" if left_out else f"{where.out} has lost the run"
         )
     summary = results[0].summary
     print(f"final accuracy {100 * summary['accuracy']:.2f}%, best {100 * summary['best_accuracy']:.2f}%")
@@ -186,12 +196,16 @@ def reproduce(
     places = [where.out] if known is None else [where.out, known]
     _check_places(places[1:])
     _run(configs, where, share=True, known=places[1:])
-    _tables(places, configs)
+    missing = _tables(places, configs)
     _report(places, where.out / "report")
+    _expect_none(missing, len(configs))
 
 
 def report(
-    runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None, markdown: Path | None = None
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path | None = None,
+    markdown: Path | None = None,
+    allow_damaged: bool = False,
 ) -> None:
     """Draw figures and one HTML page from finished runs.
 
@@ -202,19 +216,26 @@ def report(
         runs: folders that were given as --out, or files made by `collect`.
         out: where the page and the figures go; RUNS/report if not given.
         markdown: write a Markdown page here in place of the HTML page, its figures in a folder beside it.
+        allow_damaged: exit with status 0 although runs are left out that are damaged or not finished.
     """
     if not runs:
         raise ValueError("give a folder of runs, or a file made by `fedbatchnorm collect`")
     _check_places(runs)
+    found = gather(*runs)
     if markdown is None:
-        _report(runs, out)
+        from .report.page import write_report
+
+        print(f"report: {write_report(*runs, out=out, found=found)}")
     else:
         from .report.markdown import write_markdown
 
-        print(write_markdown(*runs, page=markdown))
+        print(write_markdown(*runs, page=markdown, found=found))
+    _name(found[1], allow_damaged)
 
 
-def collect(runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path]) -> None:
+def collect(
+    runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path], allow_damaged: bool = False
+) -> None:
     """Put finished training runs into one small text file, without their weights, to keep or to commit.
 
     Example: fedbatchnorm collect runs results/cifar10.runs.jsonl
@@ -222,11 +243,17 @@ def collect(runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path]) 
     Args:
         runs: the folder that was given as --out.
         file: a name that ends in .runs.jsonl; runs that it holds already stay.
+        allow_damaged: exit with status 0 although runs are left out that are damaged or not finished.
     """
     _check_places([runs])
-    results, _ = gather(runs)
+    results, left_out = gather(runs)
+    if not results:
+        raise ValueError(nothing_in(runs, left_out))
     whole, new = write_archive(file, results)
-    print(f"{file}: {whole} runs, {new} of them new")
+    rings = sum(isinstance(result.config, Ring) for result in results)
+    stay = f"; {rings} on the ring stay in their folders, with their points" if rings else ""
+    print(f"{file}: {whole} runs, {new} of them new{stay}")
+    _name(left_out, allow_damaged)
 
 
 def list_names() -> None:
@@ -326,8 +353,25 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened."""
-    description = "BatchNorm for federated learning: simulate, reproduce the paper's figures, report."
+    """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened.
+
+    0: all that was asked for is there. 1: it is not, and a line says why. 2: a wrong flag. 128 + n: signal n.
+    """
+    with patient_streams() as output:
+        _command(sys.argv[1:] if arguments is None else arguments)
+    if output.lost is not None:
+        print(f"error: what should be on the standard output is not there: {output.lost}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _command(arguments: list[str]) -> None:
+    if arguments == ["--version"]:
+        print(f"fedbatchnorm {__version__}")
+        return
+    description = (
+        "BatchNorm for federated learning: simulate, reproduce the paper's figures, report. "
+        "--version says which one this is."
+    )
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
@@ -338,10 +382,18 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    except BrokenPipeError:  # `fedbatchnorm list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, ImportError, cifar10.DataError, BusyError, OSError) as error:
+    except (ValueError, ImportError, cifar10.DataError, BusyError, IncompleteError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        why = (str(error).splitlines() or [""])[0][:200]
+        print(
+            f"error: out of memory: a smaller --batch, model or number of --clients needs less ({why}). "
+            "What was saved stays.",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except Stopped as stopped:
         print(f"\n{stopped}. Run the same command again to go on.", file=sys.stderr)
@@ -356,6 +408,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Sequence[Path] = ()) -> None:
+    seconds = where.checkpoint_seconds
+    if not 0 <= seconds <= math.inf:
+        raise ValueError(f"checkpoint_seconds is {seconds}; it must be at least 0")
     device = choose_device(where.device)
     start = time.monotonic()
     runs = f"{len(configs)} runs" if len(configs) > 1 else "1 run"
@@ -363,8 +418,10 @@ def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Se
     bar = Bar(configs, where.quiet)
     try:
         options = Options(device, where.data_dir, where.checkpoint_seconds, bar, signals=True)
-        elsewhere = frozenset(digest(result.config) for result in gather(*known)[0])
-        options = options._replace(engine=where.engine, share=share, known=elsewhere)
+        elsewhere, left_out = gather(*known)
+        _name(left_out, allowed=True)
+        names = frozenset(result.name for result in elsewhere)
+        options = options._replace(engine=where.engine, share=share, known=names)
         run_all(configs, where.out, options)
     finally:
         bar.bar.close()
@@ -374,18 +431,36 @@ def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Se
         print(f"{bar.left} of them are still being run by other processes: what follows is without these")
 
 
+def _name(left_out: list[LeftOut], allowed: bool) -> None:
+    """Name what is not among the results on the standard error; an error unless that is allowed."""
+    lost = [left for left in left_out if left.kind != "copy"]
+    for left in lost[:_NAMED]:
+        print(f"left out: {left.place}: {left.why}", file=sys.stderr)
+    if len(lost) > _NAMED:
+        print(f"left out: {len(lost) - _NAMED} more", file=sys.stderr)
+    if lost and not allowed:
+        raise IncompleteError(f"{len(lost)} runs are left out; --allow-damaged if that is meant")
+
+
+def _expect_none(missing: int, of: int) -> None:
+    if missing:
+        raise IncompleteError(f"{missing} of {of} runs are not there; run the same command again to continue")
+
+
 def _check_places(places: Iterable[Path]) -> None:
     for place in places:
         if not place.is_dir() and not (place.is_file() and place.name.endswith(SUFFIX)):
             raise ValueError(f"{place} is neither a folder of runs nor a file that ends in {SUFFIX}")
 
 
-def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> None:
-    """Final accuracies of these runs, as plain text."""
+def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> int:
+    """Final accuracies of these runs, as plain text; returns how many have no result."""
     from .report.groups import comparisons, final_table, ring_table, rings, siege_table, sieges
 
     wanted = {digest(config) for config in configs}
-    results = [r for r in gather(*places)[0] if digest(r.config) in wanted]
+    found, left_out = gather(*places)
+    _name(left_out, allowed=True)
+    results = [r for r in found if r.name in wanted]
     for ring in rings(results):
         print("\nGaussian ring: mean distance of the normalised points from the centralised ones")
         _print_table(*ring_table(ring))
@@ -396,6 +471,7 @@ def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> None:
         run = siege.example
         print(f"\n{run.dataset}, {run.byzantine} of {run.clients} clients lie: final test accuracy (%)")
         _print_table(*siege_table(siege))
+    return len(wanted) - len(results)
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -112,7 +112,7 @@ def test_the_good_file_stays_until_a_new_one_is_written(tmp_path, monkeypatch):
     good = (tmp_path / "server.safetensors.previous").read_bytes()
     file.write_bytes(b"damaged")
 
-    def full(path, content):
+    def full(path, content, before):
         raise OSError("no space left")
 
     monkeypatch.setattr("fedbatchnorm.adapters.checkpoint.write_bytes", full)
@@ -196,3 +196,58 @@ def test_evaluation_at_the_server_goes_on_counting(tmp_path):
             evaluate_fn=lambda step, arrays: rounds.append(step),
         )
     assert rounds == [0, 1, 2, 2, 3, 4]
+
+
+ODD = {
+    "no strategy": (lambda t, f: f.pop("strategy"), "no checkpoint, or a damaged one"),
+    "no memory": (lambda t, f: f.pop("plain"), "no checkpoint, or a damaged one"),
+    "a memory that is no object": (lambda t, f: f.update(plain="[1]"), "what the strategy remembers"),
+    "a deep memory": (lambda t, f: f.update(plain="[" * 100_000), "nested too deeply"),
+    "rounds of text": (lambda t, f: f.update(done="many"), "no checkpoint, or a damaged one"),
+    "negative rounds": (lambda t, f: f.update(done="-1"), "-1 rounds done"),
+    "an endless gradient": (lambda t, f: f.update(gradient="nan"), "gradient nan"),
+    "a key without parts": (lambda t, f: f.update(plain='{"x": 1}'), "x is not what a strategy remembers"),
+    "a kind of its own": (lambda t, f: f.update(plain='{"x/code/": 1}'), "is not what a strategy remembers"),
+    "a method": (lambda t, f: f.update(plain='{"aggregate_train/value/": 1}'), "is no data of a FedAdam"),
+    "a class": (lambda t, f: f.update(plain='{"__class__/value/": 1}'), "is no data of a FedAdam"),
+    "a state that is none": (lambda t, f: f.update(plain='{"eta/state/": {}}'), "is no state of a FedAdam"),
+    "text for a rate": (lambda t, f: f.update(plain='{"eta/value/": "x"}'), "is a str in place of a float"),
+    "an inner strategy": (lambda t, f: f.update(plain='{"strategy/eta/value/": 1}'), "which holds none"),
+    "an array for a number": (lambda t, f: t.update({"strategy/eta/number/": np.ones(3)}), "not a number"),
+    "an array for a text": (lambda t, f: t.update({"strategy/n/value/": np.ones(3)}), "is not what a"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_content_under_a_right_digest_is_refused_and_changes_nothing(name, tmp_path):
+    from safetensors.numpy import save
+
+    from fedbatchnorm.adapters import checkpoint
+
+    file, strategy = tmp_path / "server.safetensors", FedAdam(eta=0.1)
+    arrays = ArrayRecord(cnn().state_dict())
+    checkpoint.write_checkpoint(file, strategy, arrays, 1, {})
+    tensors, facts, _ = checkpoint._read(file)
+    spoil, message = ODD[name]
+    spoil(tensors, facts)
+    file.write_bytes(save(tensors, facts | {"digest": checkpoint._digest(tensors, facts)}))
+    before = dict(vars(strategy))
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoint.read_checkpoint(file, strategy, arrays)
+    assert str(file) in str(caught.value)
+    assert vars(strategy) == before
+
+
+def test_what_a_checkpoint_is_written_with_does_not_follow_links(tmp_path):
+    from fedbatchnorm.adapters.checkpoint import write_checkpoint
+
+    file, victim = tmp_path / "server.safetensors", tmp_path / "victim"
+    victim.write_text("precious")
+    for ending in (".new", ".new.part", ".part"):
+        file.with_name(file.name + ending).symlink_to(victim)
+    write_checkpoint(file, FedAvg(), ArrayRecord(cnn().state_dict()), 1, {})
+    write_checkpoint(file, FedAvg(), ArrayRecord(cnn().state_dict()), 2, {})
+    assert victim.read_text() == "precious"
+    assert file.is_file()
+    assert file.with_name("server.safetensors.previous").is_file()
+    assert not (tmp_path / ".server.safetensors.lock").exists()

@@ -6,7 +6,7 @@ import pytest
 
 from fedbatchnorm.experiments.archive import gather, read_archive, write_archive
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.folder import read_results
+from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import Options, Watcher, run_all
 from fedbatchnorm.simulation.ring import Ring
 

@@ -12,7 +12,9 @@ import time
 import pytest
 
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.folder import BusyError, RunFolder, read_results
+from fedbatchnorm.experiments.files import BusyError
+from fedbatchnorm.experiments.folder import RunFolder
+from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import Options, Stopped, Watcher, run_all
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.simulation.schemes import SCHEMES

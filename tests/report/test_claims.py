@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedbatchnorm.experiments.config import Run
-from fedbatchnorm.experiments.folder import Result
+from fedbatchnorm.experiments.results import Result
 from fedbatchnorm.report.claims import ACCURACY_CLAIMS, RING_CLAIMS, judge_comparison, judge_rings
 from fedbatchnorm.report.groups import ALONE, NO_ATTACK, Spread, comparisons, rings, sieges
 from fedbatchnorm.report.liars import LIAR_CLAIMS, judge_siege

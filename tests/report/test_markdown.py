@@ -1,12 +1,14 @@
 """The page on the reproduction is what the committed results say, to the byte."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fedbatchnorm.experiments.catalogue import FIGURES
 from fedbatchnorm.experiments.config import Run
-from fedbatchnorm.experiments.folder import Result
+from fedbatchnorm.experiments.results import Result
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.report.groups import NO_ATTACK, NO_DEFENSE, figures_of, sieges
 from fedbatchnorm.report.liars import judge_siege
@@ -87,3 +89,21 @@ def test_claims_are_judged_on_the_paper_s_own_setting_alone(other):
     lies = {"byzantine": 3, "attack": "sf", "defense": "nnm+median"}
     assert judge_siege(sieges([result(), result(**lies)])[0])
     assert judge_siege(sieges([result(), result(**lies | other)])[0]) == []
+
+
+@pytest.mark.parametrize("name", ["fig1", "fig2"])
+def test_a_folder_with_one_figure_of_the_ring_has_a_page(tmp_path, name):
+    run_all([replace(run, rounds=3) for run in FIGURES[name].runs("small", 1)], tmp_path / "runs")
+    text = write_markdown(tmp_path / "runs", page=tmp_path / "own.md").read_text()
+    assert ("Figure 1" in text, "Figure 2" in text) == (name == "fig1", name == "fig2")
+
+
+def test_the_name_of_a_model_is_no_markup(tmp_path):
+    model = "x:<img src=y>](http://z) `a` *b* | c _d_"
+    run = result(model=model)._replace(environment=[{"device": "a|b<script>[x](y)"}])
+    text = write_markdown(tmp_path, page=tmp_path / "own.md", found=([run], [])).read_text()
+    for markup in ("<img", "<script", "](http", "`a`", "*b*", "_d_ ", "](y)"):
+        assert re.search(rf"(?<!\\){re.escape(markup)}", text) is None, markup
+    assert r"\<img src=y\>\](http://z) \`a\` \*b\* \| c \_d\_" in text
+    (row,) = [line for line in text.splitlines() if "script" in line]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 6

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedbatchnorm.experiments.config import Run
+from fedbatchnorm.experiments.config import Run, name_of, read_config
+from fedbatchnorm.experiments.results import seal
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.report.page import write_report
 from fedbatchnorm.simulation.ring import Ring
@@ -48,7 +49,7 @@ def hostile(runs, tmp_path):
     """The same runs, with every free text replaced by an attack."""
     root = tmp_path / "runs"
     shutil.copytree(runs, root)
-    for path in root.rglob("config.json"):
+    for path in list(root.rglob("config.json")):
         content = json.loads(path.read_text())
         if content["kind"] == "training":
             path.write_text(json.dumps(content | {"model": f"x:{HOSTILE}"}))
@@ -57,6 +58,12 @@ def hostile(runs, tmp_path):
     for path in root.rglob("holdings.json"):
         held = json.loads(path.read_text())
         path.write_text(json.dumps(held | {"classes": [HOSTILE] * 10}))
+    for path in [p.parent for p in root.rglob("config.json")]:
+        own = path.with_name(name_of(*read_config(json.loads((path / "config.json").read_text()))))
+        path.rename(own)
+        summary = json.loads((own / "summary.json").read_text())
+        kept = {name: value for name, value in summary.items() if name not in ("files", "digest")}
+        (own / "summary.json").write_text(json.dumps(seal(own, kept)))
     bad = root / "'><script>console.error(1)<"
     bad.mkdir()
     (bad / "config.json").write_text(json.dumps({"kind": HOSTILE}))
@@ -133,6 +140,7 @@ def test_copies_do_not_count_as_seeds_and_odd_folders_are_listed(runs, tmp_path)
     root = tmp_path / "runs"
     shutil.copytree(runs, root)
     first, *others = sorted(p for p in root.iterdir() if "accuracy" in (p / "summary.json").read_text())
+    shutil.copytree(first, root / "more" / first.name)
     shutil.copytree(first, root / "copy")
     odd = {
         "summary.json": "{}",
@@ -148,8 +156,8 @@ def test_copies_do_not_count_as_seeds_and_odd_folders_are_listed(runs, tmp_path)
     text = write_report(root, out=tmp_path / "report").read_text()
     left = text[text.index("Left out") :]
     assert "the same configuration as" in left
-    for path in (*others[:4], ring):
-        assert re.search(rf"{path.name}</code></td><td class=.break.>unreadable", left), path
+    for path in (*others[:5], ring, root / "copy"):
+        assert re.search(rf"{path.name}</code></td><td class=.break.>damaged", left), path
 
 
 def test_claims_of_which_nothing_was_measured_are_left_out(tmp_path):

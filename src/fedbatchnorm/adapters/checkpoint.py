@@ -1,7 +1,10 @@
 """A server's state after a round, as one safetensors file: what it sends, and what its strategy remembers."""
 
+import contextlib
 import hashlib
+import inspect
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..experiments.folder import write_bytes
+from ..experiments.checks import parse
+from ..experiments.files import DamagedError, locked, regular, sweep, write_bytes
+from ..norm.gradient import check_between
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
+_KINDS = ("array", "number", "dict", "list", "value", "state")
 _NOT_JSON = object()
 
 
@@ -78,11 +84,15 @@ def write_checkpoint(
     if between:
         facts["between"] = json.dumps(dict(between))
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    write_bytes(fresh, save(tensors, facts | {"digest": _digest(tensors, facts)}))
-    if path.exists():
-        path.replace(_previous(path))
-    fresh.replace(path)
+    content = save(tensors, facts | {"digest": _digest(tensors, facts)})
+
+    def keep_previous() -> None:  # when all is written but the name
+        with contextlib.suppress(FileNotFoundError):
+            path.replace(_previous(path))
+
+    with locked(path.with_name(f".{path.name}.lock"), wait=True, keep=False):
+        sweep(path.parent, path.name)
+        write_bytes(path, content, before=keep_previous)
 
 
 def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Saved | None:
@@ -97,41 +107,93 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
     problems = []
     for file in files:
         try:
-            tensors, facts, done = _read(file)
+            tensors, facts, plain = _read(file)
             break
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            problems.append(f"{file}: {error}")
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+            problems.append(f"{file}: {str(error)[:200]}")
     else:
         why = "; ".join(problems)
-        raise ValueError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
+        raise DamagedError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
     arrays = {k.removeprefix(_ARRAYS): v for k, v in tensors.items() if k.startswith(_ARRAYS)}
     shapes = {name: tuple(array.numpy().shape) for name, array in like.items()}
     if {name: value.shape for name, value in arrays.items()} != shapes:
-        raise ValueError(f"{file} is of another model: delete it to start anew")
+        raise DamagedError(f"{file} is of another model: delete it to start anew")
     for name, array in like.items():
         kinds = arrays[name].dtype, array.numpy().dtype
-        if np.promote_types(kinds[1], np.float32) != np.promote_types(kinds[0], np.float32):
-            raise ValueError(f"{file} is of a model with {name} in {kinds[0]}, not {kinds[1]}")
+        if kinds[0].kind != kinds[1].kind or np.promote_types(kinds[1], np.float32) != np.promote_types(
+            kinds[0], np.float32
+        ):
+            raise DamagedError(f"{file} is of a model with {name} in {kinds[0]}, not {kinds[1]}")
     if facts["strategy"] != _kinds(strategy):
         other = f"{facts['strategy']}, not {_kinds(strategy)}"
-        raise ValueError(f"{file} is of a run with {other}: delete it to start anew")
+        raise DamagedError(f"{file} is of a run with {other}: delete it to start anew")
     if problems:
         path.replace(path.with_name(path.name + ".damaged"))
-    saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)}
-    restore(strategy, saved | json.loads(facts["plain"]))
+    saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)} | plain
+    for key, value in saved.items():
+        _check_attribute(strategy, key, value, f"{file}: {key}")
+    try:
+        restore(strategy, saved)
+    except Exception as error:  # of whatever the strategy makes of a state
+        raise DamagedError(f"{file}: the strategy refuses what it remembered: {error!r}") from error
     share = float(facts["gradient"]) if "gradient" in facts else None
-    return Saved({name: arrays[name] for name in like}, done, share, json.loads(facts.get("between", "{}")))
+    between = check_between(json.loads(facts.get("between", "{}")))
+    return Saved({name: arrays[name] for name in like}, int(facts["done"]), share, between)
 
 
-def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
+def _check_attribute(strategy: object, key: str, value: Any, where: str) -> None:
+    """What a file says of a strategy may be set: it is data, and takes the place of data alone."""
+    name, _, rest = key.partition("/")
+    kind = rest.partition("/")[0]
+    if name == "strategy":
+        inner = getattr(strategy, "strategy", None)
+        if inner is None:
+            raise DamagedError(f"{where} is of a strategy in {type(strategy).__name__}, which holds none")
+        return _check_attribute(inner, rest, value, where)
+    plain = kind in ("state", "value")
+    if rest.count("/") < 1 or kind not in _KINDS or plain == isinstance(value, np.ndarray):
+        raise DamagedError(f"{where} is not what a strategy remembers")
+    own = inspect.getattr_static(type(strategy), name, None)
+    known = vars(strategy).get(name)
+    if name.startswith("__") or callable(own) or hasattr(own, "__get__") or callable(known):
+        raise DamagedError(f"{where} is no data of a {type(strategy).__name__}")
+    if kind == "state":
+        if not callable(getattr(known, "load_state_dict", None)):
+            raise DamagedError(f"{where} is no state of a {type(strategy).__name__}")
+    elif kind == "number":
+        if value.ndim:
+            raise DamagedError(f"{where} is an array of shape {value.shape}, not a number")
+    elif not _fits(known, value, kind):
+        raise DamagedError(f"{where} is a {type(value).__name__} in place of a {type(known).__name__}")
+    return None
+
+
+def _fits(known: Any, value: Any, kind: str) -> bool:
+    """Whether a value may follow the one that a strategy starts with."""
+    if known is None or value is None:
+        return True
+    if kind != "value":
+        return isinstance(known, np.ndarray | dict | list)
+    return type(known) is type(value) or {type(known), type(value)} == {int, float}
+
+
+def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
+    """The tensors, the facts, and what the strategy remembers besides arrays; an error for anything odd."""
+    regular(file)
     with safe_open(file, "numpy") as opened:
         facts = dict(opened.metadata() or {})
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     if facts.get("format") != _FORMAT:
-        raise ValueError(f"format {facts.get('format')}, expected {_FORMAT}")
+        raise DamagedError(f"format {facts.get('format')}, expected {_FORMAT}")
     if facts.pop("digest") != _digest(tensors, facts):
-        raise ValueError("its contents are not those that were written")
-    return tensors, facts, int(facts["done"])
+        raise DamagedError("its contents are not those that were written")
+    plain = parse(facts["plain"].encode(), "what the strategy remembers")
+    if not isinstance(plain, dict) or "strategy" not in facts:
+        raise DamagedError("it does not say what the strategy remembers")
+    if not 0 <= int(facts["done"]) < 2**63 or not math.isfinite(float(facts.get("gradient", 0))):
+        raise DamagedError(f"{facts['done'][:20]} rounds done, gradient {facts.get('gradient', '')[:20]}")
+    check_between(parse(facts.get("between", "{}").encode(), "the parts between clients"))
+    return tensors, facts, plain
 
 
 def _previous(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """Many finished runs in one text file, to keep and to commit: a line for each, without weights.
 
-A line holds the configuration, the summary, where it ran, and the curves. Files end in `.runs.jsonl`.
+A line holds the configuration, the summary, where it ran, the curves, and a digest of all that (lines from
+before there was one have none). Files end in `.runs.jsonl`.
 """
 
 import json
@@ -8,83 +9,130 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..simulation.ring import Ring
-from .config import Run, digest, from_json, to_json
-from .folder import Result, read_results, write_bytes
+from . import checks, files
+from .config import Run, name_of, read_config, to_json
+from .files import DamagedError, read_bytes, write_bytes
+from .results import LeftOut, Result, json_digest, read_results
 
+Gathered = tuple[list[Result], list[LeftOut]]
 SUFFIX = ".runs.jsonl"
 _CURVES = ("accuracy", "loss", "train_loss")
+_FACTS = ("config", "summary", "environment", "round")
+_SEAL = ("files", "digest")  # of a folder: a line has a digest of its own
 _DIGITS = 6
 
 
 def write_archive(file: Path, results: Iterable[Result]) -> tuple[int, int]:
     """Add training runs to a file, in an order of their own; returns how many it holds, and how many are new.
 
-    A run that the file holds already stays as it is.
+    A run that the file holds already stays as it is. Other processes that add to it wait for their turn.
     """
     if not file.name.endswith(SUFFIX):
         raise ValueError(f"{file}: a file of runs must end in {SUFFIX}")
-    lines = {digest(r.config): _line(r) for r in read_archive(file)} if file.exists() else {}
-    before = len(lines)
-    for result in results:
-        if isinstance(result.config, Run):
-            lines.setdefault(digest(result.config), _line(result))
-    ordered = sorted(lines.values(), key=lambda line: json.dumps(line["config"], sort_keys=True))
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(file, "".join(json.dumps(line) + "\n" for line in ordered).encode())
+    with files.locked(file.with_name(f".{file.name}.lock"), wait=True, keep=False):
+        files.sweep(file.parent, file.name)
+        texts = _texts(file) if file.exists() else []
+        lines = {_parse(file, i, text).name: text for i, text in enumerate(texts, 1)}
+        before = len(lines)
+        for result in results:
+            if isinstance(result.config, Run) and result.name not in lines:
+                lines[result.name] = json.dumps(_line(result)).encode()
+        write_bytes(file, b"".join(text + b"\n" for text in sorted(lines.values(), key=_order)))
     return len(lines), len(lines) - before
 
 
 def read_archive(file: Path) -> list[Result]:
     """The runs in a file; an error that names the line if one is not what it should be."""
-    found = []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found.append(_result(json.loads(text)))
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
-    return found
+    return [_parse(file, number, text) for number, text in enumerate(_texts(file), 1)]
 
 
-def gather(*places: Path) -> tuple[list[Result], list[tuple[str, str]]]:
-    """All finished runs in folders and files of runs, one for each configuration, and (place, why) for those
-    that are left out."""
-    found: dict[Run | Ring, Result] = {}
-    left_out: list[tuple[str, str]] = []
+def gather(*places: Path) -> Gathered:
+    """All finished runs in folders and files of runs, one for each configuration, and those that are left
+    out."""
+    found: dict[str, Result] = {}
+    left_out: list[LeftOut] = []
     for place in filter(Path.exists, places):
-        files = sorted(place.rglob(f"*{SUFFIX}")) if place.is_dir() else [place]
-        if place.is_dir():
-            results, reasons = read_results(place)
-            left_out += reasons
-        else:
-            results = []
-        for result in [*results, *(r for file in files for r in read_archive(file))]:
-            found.setdefault(result.config, result)
+        files_of_runs = sorted(place.rglob(f"*{SUFFIX}")) if place.is_dir() else [place]
+        results, reasons = read_results(place) if place.is_dir() else ([], [])
+        left_out += reasons
+        for file in files_of_runs:
+            more, reasons = _sorted_out(file)
+            results, left_out = [*results, *more], [*left_out, *reasons]
+        for result in results:
+            found.setdefault(result.name, result)
     return list(found.values()), left_out
+
+
+def nothing_in(place: Path, left_out: list[LeftOut]) -> str:
+    """What to say where there is no finished run."""
+    start = f": start one with `fedbatchnorm run --out {place}`" if place.is_dir() else ""
+    return f"{place} holds no finished run{start}" + "".join(f"\n  {o.place}: {o.why}" for o in left_out[:5])
+
+
+def _sorted_out(file: Path) -> Gathered:
+    """The runs in a file, and its damaged lines."""
+    found, left_out = [], []
+    try:
+        texts = _texts(file)
+    except DamagedError as error:
+        return [], [LeftOut.damaged(str(file), error)]
+    for number, text in enumerate(texts, 1):
+        try:
+            found.append(_parse(file, number, text))
+        except DamagedError as error:
+            left_out.append(LeftOut.damaged(f"{file}, line {number}", error))
+    return found, left_out
+
+
+def _texts(file: Path) -> list[bytes]:
+    return read_bytes(file).splitlines()
 
 
 def _line(result: Result) -> dict[str, Any]:
     """What is kept of a run."""
     curves = {name: [_short(row.get(name)) for row in result.metrics] for name in _CURVES}
-    return {
-        "config": to_json(result.config),
-        "summary": {key: _short(value) for key, value in result.summary.items()},
+    line = {
+        "config": to_json(result.config, result.source),
+        "summary": {key: _short(value) for key, value in result.summary.items() if key not in _SEAL},
         "environment": result.environment,
         "round": [row["round"] for row in result.metrics],
         **curves,
     }
+    return line | {"digest": json_digest(line)}
 
 
-def _result(line: dict[str, Any]) -> Result:
-    config = from_json(line["config"])
+def _order(text: bytes) -> str:
+    return json.dumps(json.loads(text)["config"], sort_keys=True)
+
+
+def _parse(file: Path, number: int, text: bytes) -> Result:
+    """The run in a line; an error names the file, the line and the field."""
+    where = f"{file}, line {number}"
+    line = checks.parse(text, where)
+    if not isinstance(line, dict) or not {*_FACTS, *_CURVES} <= line.keys():
+        raise DamagedError(f"{where}: not a run: it must have config, summary, environment, and the curves")
+    unknown = sorted(line.keys() - {*_FACTS, *_CURVES, "digest"})
+    if unknown:
+        raise DamagedError(f"{where}: unknown fields: {', '.join(map(checks.shown, unknown[:5]))}")
+    if "digest" in line and line["digest"] != json_digest({k: v for k, v in line.items() if k != "digest"}):
+        raise DamagedError(f"{where}: it is not what was written (its digest is another)")
+    try:
+        config, source = read_config(line["config"])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DamagedError(f"{where}: {error}") from None
     columns = {name: line[name] for name in ("round", *_CURVES)}
-    metrics = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    float(line["summary"]["accuracy"])
-    float(line["summary"]["best_accuracy"])
-    line["environment"][-1].get("device")
-    for row in metrics:
-        row["round"] + row["accuracy"]
-    return Result(Path(digest(config)), config, metrics, line["summary"], line["environment"], None)
+    for name, values in columns.items():
+        if not isinstance(values, list) or len(values) != len(columns["round"]):
+            raise DamagedError(f"{where}: {name} is not a list as long as the rounds")
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if not isinstance(config, Run):
+        raise DamagedError(f"{where}: not a training run; those on the ring stay in folders")
+    checks.check_rows(rows, config, where)
+    checks.check_summary(line["summary"], rows, config, where)
+    checks.check_environment(line["environment"], f"{where}, environment")
+    path = Path(name_of(config, source))
+    return Result(path, config, rows, line["summary"], line["environment"], None, source)
 
 
 def _short(value: Any) -> Any:

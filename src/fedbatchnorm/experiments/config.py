@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,14 @@ class Run(Recipe):
 
     def __post_init__(self):
         for name, table in (("dataset", DATASETS), ("partition", PARTITIONS)):
-            if getattr(self, name) not in table:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in table:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(table)}")
         for name, value in USUAL.get(self.dataset, {}).items():
             if getattr(self, name) is None:
                 if name == "rounds" and self.algorithm == "fedavg":
                     value //= _FEDAVG_ROUNDS
                 object.__setattr__(self, name, value)
-        if not isinstance(self.model, str) or not (self.model in MODELS or ":" in self.model):
+        if not isinstance(self.model, str) or not (self.model in MODELS or _names_own(self.model)):
             raise ValueError(
                 f"model is {self.model!r}; it must be one of {', '.join(MODELS)}, "
                 "or a function of your own as package.module:function"
@@ -109,11 +110,16 @@ class Run(Recipe):
         return {k: v for k, v in found.items() if k not in unused}
 
 
+def _names_own(model: str) -> bool:
+    """Whether it is package.module:function, in characters that can be written."""
+    return ":" in model and not any("\ud800" <= character <= "\udfff" for character in model)
+
+
 def source_digest(model: str) -> str | None:
     """A hash of the file that defines a user's own model; None if it cannot be found."""
     try:
         spec = importlib.util.find_spec(model.partition(":")[0])
-    except (ImportError, ValueError):
+    except (Exception, SystemExit):  # of the package around it; whoever trains the model is told
         return None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return None
@@ -135,27 +141,49 @@ def digest(config: Run | Ring) -> str:
         >>> digest(Run(gamma=0)) == digest(Run(gamma=0.0, alpha=3.0)) != digest(Run(gamma=0.5))
         True
     """
+    return name_of(config, source_of(config))
+
+
+def source_of(config: Run | Ring) -> str | None:
+    """The hash of the source of a run's model as it is now, if the model is the user's own."""
+    return source_digest(config.model or "") if isinstance(config, Run) and _own_model(config) else None
+
+
+def name_of(config: Run | Ring, source: str | None) -> str:
+    """The name of a run, whose model, if it is the user's own, had this source. Nothing is imported."""
     content = {"format": _FORMAT, "kind": kind_of(config), **config.identity()}
-    if isinstance(config, Run) and ":" in (config.model or ""):
-        content["source"] = source_digest(config.model or "")  # changed code is another model
+    if _own_model(config):
+        content["source"] = source  # changed code is another model
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def to_json(config: Run | Ring) -> dict[str, Any]:
-    """All fields and the kind, as they go into `config.json`."""
-    return {"kind": kind_of(config), **asdict(config)}
+def _own_model(config: Run | Ring) -> bool:
+    return isinstance(config, Run) and ":" in (config.model or "")
+
+
+def to_json(config: Run | Ring, source: str | None = None) -> dict[str, Any]:
+    """All fields and the kind, as they go into `config.json`; the source of a model, where there is one."""
+    return {"kind": kind_of(config), **asdict(config)} | ({"source": source} if _own_model(config) else {})
 
 
 def from_json(content: Any) -> Run | Ring:
     """The configuration in a `config.json`; an unknown or impossible field is an error."""
-    if not isinstance(content, dict) or content.get("kind") not in KINDS:
+    return read_config(content)[0]
+
+
+def read_config(content: Any) -> tuple[Run | Ring, str | None]:
+    """The configuration in a `config.json`, and the hash of its model's source. Nothing is imported."""
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"not a configuration: its kind must be one of {', '.join(KINDS)}")
-    given = {k: v for k, v in content.items() if k != "kind"}
-    kind = KINDS[content["kind"]]
-    unknown = sorted(given.keys() - {f.name for f in fields(kind)})
+    source = content.get("source")
+    if source is not None and not (isinstance(source, str) and re.fullmatch("[0-9a-f]{16}", source)):
+        raise ValueError("source must be a hash of 16 characters")
+    given = {k: v for k, v in content.items() if k not in ("kind", "source")}
+    unknown = sorted(given.keys() - {f.name for f in fields(KINDS[kind])})
     if unknown:
-        raise ValueError(f"unknown fields in a configuration: {', '.join(map(repr, unknown))}")
-    return kind(**given)
+        raise ValueError(f"unknown fields in a configuration: {', '.join(map(ascii, unknown[:5]))}")
+    return KINDS[kind](**given), source
 
 
 def local_work(run: Run) -> str:

@@ -1,7 +1,7 @@
 """A run's folder: configuration, metrics as they come, checkpoints, and the result.
 
-Files are written under a temporary name, synced and renamed, so that a crash leaves the old or the new
-one. A checkpoint says how long the metrics were when it was taken; going on from it cuts them back.
+A checkpoint says which run it is of, and how long the metrics were when it was taken, with a digest of them;
+continuing from it cuts them back. A result is sealed by digests: see `results`.
 """
 
 import contextlib
@@ -19,16 +19,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..simulation.ring import Ring
-from .config import Run, digest, from_json, to_json
+from . import checks, files
+from .config import Run, digest, source_of, to_json
+from .files import BusyError, DamagedError, write_bytes
+from .results import Result as Result  # where it was before
+from .results import check_name, read_config_file, read_result, seal
+from .results import read_results as read_results
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there, two processes on one folder are the user's to avoid
-    fcntl = None
-
-
-class BusyError(RuntimeError):
-    """Another process is at work on this run."""
+_RESULT = ("summary.json", "model.safetensors", "metrics.jsonl", "environment.json", "holdings.json")
 
 
 class Checkpoint(NamedTuple):
@@ -48,163 +46,143 @@ class RunFolder:
         self.path = Path(root) / digest(config)
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = [self.path / "checkpoint.safetensors", self.path / "checkpoint.old.safetensors"]
+        self._lock: files.Lock | None = None
+        self._trusting = True  # a checkpoint that does not say which run it is of
 
     def finished(self) -> bool:
-        """Whether the run is complete: the summary is written last."""
-        return (self.path / "summary.json").is_file()
+        """Whether the run is complete, and its result whole."""
+        return os.path.lexists(self.path / "summary.json") and self.damage() is None
+
+    def damage(self) -> str | None:
+        """What is wrong with the result, if there is one."""
+        if os.path.lexists(self.path / "summary.json"):
+            try:
+                read_result(self.path)
+            except DamagedError as error:
+                return str(error)
+        return None
 
     def busy(self) -> bool:
         """Whether another process is at it right now."""
-        if fcntl is None or not (self.path / "lock").is_file():
-            return False
-        with (self.path / "lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+        return files.is_locked(self.path / "lock")
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Make the folder and keep other processes out of it for a while."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise BusyError(f"another process is at work on {self.path}") from None
-            if not (self.path / "config.json").is_file():
-                write_json(self.path / "config.json", to_json(self.config))
-            yield
+        with files.locked(self.path / "lock") as self._lock:
+            try:
+                files.sweep(self.path)
+                if not os.path.lexists(self.path / "summary.json"):
+                    self._own_config()
+                yield
+            finally:
+                self._lock = None
+
+    def set_aside(self) -> None:
+        """Keep what there is of a damaged result under other names, so that the run can be run again."""
+        self._check_lock()
+        for name in _RESULT:
+            if os.path.lexists(self.path / name):
+                (self.path / name).replace(self.path / f"{name}.damaged")
+        self._own_config()
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a file of the folder."""
+        text = json.dumps(content, indent=1) + "\n"
+        write_bytes(self.path / name, text.encode(), before=self._check_lock)
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line to the metrics. What is not finite becomes null, which JSON can say."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
+        self._check_lock()
+        files.append(self.metrics_file, json.dumps(clean) + "\n")
+
+    def rows(self, complete: bool = True) -> list[dict[str, Any]]:
+        """The metrics so far, checked."""
+        rows = checks.parse_rows(files.read_bytes(self.metrics_file), self.metrics_file)
+        checks.check_rows(rows, self.config, self.metrics_file, complete)
+        return rows
 
     def save_checkpoint(self, tensors: dict[str, Tensor], step: int, seconds: float) -> None:
         """Keep all that the rest of the run depends on; the checkpoint before stays as the second."""
-        length = 0
-        if self.metrics_file.exists():
-            with self.metrics_file.open("rb") as file:
-                os.fsync(file.fileno())
-                length = file.seek(0, os.SEEK_END)
-        facts = {"step": str(step), "metrics_bytes": str(length), "seconds": repr(seconds)}
+        metrics = files.read_bytes(self.metrics_file) if self.metrics_file.exists() else b""
+        files.sync(self.metrics_file)
+        facts = {"run": self.path.name, "step": str(step), "seconds": repr(seconds)}
+        facts |= {"metrics_bytes": str(len(metrics)), "metrics_digest": _hash(metrics)}
         tensors = _plain(tensors)
         content = save(tensors, facts | {"digest": _digest(tensors, facts)})
         newest, older = self.checkpoints
-        if newest.exists():
+        self._check_lock()
+        if os.path.lexists(newest):
             newest.replace(older)
-        write_bytes(newest, content)
+        write_bytes(newest, content, before=self._check_lock)
 
     def restore(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, with the metrics cut back to it; None to start anew."""
+        """The newest checkpoint that is whole and of this run, with the metrics cut back to it; None to start
+        anew."""
+        metrics = files.read_bytes(self.metrics_file) if os.path.lexists(self.metrics_file) else b""
         for path in self.checkpoints:
-            checkpoint = _read_checkpoint(path)
-            length = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
-            if checkpoint is not None and checkpoint.metrics_bytes <= length:
-                self._cut_metrics(checkpoint.metrics_bytes)
+            checkpoint = self._read_checkpoint(path, metrics)
+            if checkpoint is not None:
+                files.cut(self.metrics_file, checkpoint.metrics_bytes)
                 return checkpoint
-        self._cut_metrics(0)
+        files.cut(self.metrics_file, 0)
         return None
 
     def finish(self, tensors: dict[str, Tensor], summary: dict[str, Any]) -> None:
         """Write the weights, then the summary, which makes the run complete; drop the checkpoints."""
-        write_bytes(self.path / "model.safetensors", save(_plain(tensors)))
-        write_json(self.path / "summary.json", summary)
+        write_bytes(self.path / "model.safetensors", save(_plain(tensors)), before=self._check_lock)
+        files.sync(self.metrics_file)
+        self.write_json("summary.json", seal(self.path, summary))
         for path in self.checkpoints:
             path.unlink(missing_ok=True)
 
-    def _cut_metrics(self, length: int) -> None:
-        if self.metrics_file.exists():
-            with self.metrics_file.open("r+b") as file:
-                file.truncate(length)
+    def _own_config(self) -> None:
+        """The folder says whose it is; what says otherwise is put aside."""
+        file = self.path / "config.json"
+        self._trusting = True
+        if os.path.lexists(file):
+            try:
+                config, source = read_config_file(file)
+                check_name(self.path, config, source)
+                return
+            except DamagedError:
+                self._trusting = False
+                file.replace(file.with_name("config.json.damaged"))
+        self.write_json("config.json", to_json(self.config, source_of(self.config)))
 
+    def _check_lock(self) -> None:
+        """An error if the folder was removed or made anew while we were at it: it is another's now."""
+        if self._lock is not None and files.fcntl is not None and not self._lock.holds():
+            raise BusyError(
+                f"{self.path} was removed or made anew while this run was at it: it is left as it is now"
+            )
 
-class Result(NamedTuple):
-    """What a finished run's folder holds."""
-
-    path: Path
-    config: Run | Ring
-    metrics: list[dict[str, Any]]
-    summary: dict[str, Any]
-    environment: list[dict[str, Any]]
-    holdings: dict[str, Any] | None
-
-
-def read_results(root: Path) -> tuple[list[Result], list[tuple[str, str]]]:
-    """All finished runs below `root`, and (folder, why) for those that are left out.
-
-    Left out are runs that are not finished or not readable, and copies: one result for a configuration.
-    """
-    found: dict[Run | Ring, Result] = {}
-    left_out = []
-    for path in sorted(p.parent for p in Path(root).rglob("config.json")):
+    def _read_checkpoint(self, path: Path, metrics: bytes) -> Checkpoint | None:
+        """A checkpoint, or None if it is missing, torn, altered, of another run, or of other metrics."""
         try:
-            if not (path / "summary.json").is_file():
-                left_out.append((path.name, "not finished: run the same command again to go on"))
-                continue
-            result = _read_result(path)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            SafetensorError,
-        ) as error:
-            left_out.append((path.name, f"unreadable: {type(error).__name__}: {error}"))
-            continue
-        first = found.setdefault(result.config, result)
-        if first is not result:
-            left_out.append((str(path), f"the same configuration as {first.path}"))
-    return list(found.values()), left_out
-
-
-def _read_result(path: Path) -> Result:
-    """What a folder holds; some error if anything in it is not what it should be."""
-    config = from_json(_read_json(path / "config.json"))
-    text = (path / "metrics.jsonl").read_text(encoding="utf-8")
-    metrics = [json.loads(line) for line in text.splitlines()]
-    summary, environment = _read_json(path / "summary.json"), _read_json(path / "environment.json")
-    measure = "distance" if isinstance(config, Ring) else "accuracy"
-    for row in metrics:
-        row["round"] + row[measure]
-    float(summary[measure])
-    environment[-1].get("device")
-    holdings = None
-    if isinstance(config, Ring):
-        with safe_open(path / "model.safetensors", "pt") as file:
-            for name in ("points", "labels", "normalised", "centralised"):
-                file.get_slice(name)
-    else:
-        float(summary["best_accuracy"])
-        holdings = _read_json(path / "holdings.json")
-        if {len(row) for row in holdings["samples"]} != {len(holdings["classes"])}:
-            raise ValueError("holdings.json: not a count for each class")
-    return Result(path, config, metrics, summary, environment, holdings)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a crash leaves the old file or the new one."""
-    write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+            files.regular(path)
+            with safe_open(path, "pt") as file:
+                facts = dict(file.metadata() or {})
+                # Copies: what is mapped from a file changes with it, after its digest was right.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            if facts.pop("digest") != _digest(tensors, facts):
+                return None
+            length, step = int(facts["metrics_bytes"]), int(facts["step"])
+            found = Checkpoint(tensors, step, length, float(facts["seconds"]))
+            # Those from before they said it can only be taken at their word.
+            if facts.get("run", self.path.name if self._trusting else None) != self.path.name:
+                return None
+            kept = metrics[: max(length, 0)]
+            if len(kept) != length or facts.get("metrics_digest", _hash(kept)) != _hash(kept):
+                return None
+            rows = checks.parse_rows(kept, self.metrics_file)
+            checks.check_rows(rows, self.config, self.metrics_file, complete=False)
+            possible = 0 < step <= (self.config.rounds or 0) and 0 <= found.seconds < math.inf
+            return found if possible and (not rows or rows[-1]["round"] <= step) else None
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError):
+            return None
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,22 +190,15 @@ def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """A checkpoint, or None if it is missing, torn or altered."""
-    try:
-        with safe_open(path, "pt") as file:
-            facts = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if facts.pop("digest") != _digest(tensors, facts):
-            return None
-        return Checkpoint(tensors, int(facts["step"]), int(facts["metrics_bytes"]), float(facts["seconds"]))
-    except (OSError, SafetensorError, KeyError, ValueError):
-        return None
-
-
 def _digest(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
+    """A hash of all of a checkpoint; types and shapes are in it only if the run is."""
     content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
-        content.update(name.encode())
+        kind = f" {tensors[name].dtype} {tuple(tensors[name].shape)} " if "run" in facts else ""
+        content.update(f"{name}{kind}".encode())
         content.update(tensors[name].flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

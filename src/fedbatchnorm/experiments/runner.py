@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
-import json
+import os
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from ..simulation import models
 from ..simulation.recipe import learning_rate, stream, torch_seed
 from ..simulation.ring import Ring, normalise_ring
 from ..simulation.simulator import Engine, Simulation
-from .config import Run, describe, digest
+from . import checks
+from .config import Run, describe
 from .environment import environment
-from .folder import BusyError, RunFolder, write_json
+from .files import BusyError, DamagedError, read_bytes
+from .folder import RunFolder
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
@@ -56,7 +59,7 @@ class Options(NamedTuple):
     checkpoint_seconds: float = 30.0
     watcher: Watcher = Watcher()
     stop: Callable[[], bool] = lambda: False
-    signals: bool = False  # Ctrl-C and SIGTERM stop after the current round
+    signals: bool = False  # Ctrl-C, SIGTERM and SIGHUP stop after the current round
     engine: Engine = "auto"
     share: bool = False  # leave runs that another process is at, in place of an error
     known: frozenset[str] = frozenset()  # digests of runs whose results are kept elsewhere
@@ -78,9 +81,12 @@ def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None =
 
 
 def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bool:
-    """Run a configuration unless it is finished; False if another process is at it (an error if `last`)."""
+    """Run a configuration unless it is finished; False if another process is at it (an error if `last`).
+
+    A result that is damaged is put aside, and the run is run again.
+    """
     folder = RunFolder(root, config)
-    if folder.finished() or digest(config) in options.known:
+    if folder.path.name in options.known or folder.finished():
         options.watcher.skip(config)
         return True
     if not last and folder.busy():  # before anything is set up for nothing
@@ -92,6 +98,10 @@ def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bo
             if folder.finished():  # by another process, in the meantime
                 options.watcher.skip(config)
             else:
+                damage = folder.damage()
+                if damage is not None:
+                    warnings.warn(f"a damaged run is run again ({damage})", stacklevel=2)
+                    folder.set_aside()
                 work(folder, options)
     except BusyError:
         if last:
@@ -105,6 +115,10 @@ def federation(
 ) -> tuple[Simulation, dict[str, Any]]:
     """The simulation of a configuration before its first round, and who holds how much of each class."""
     data = _load(config.dataset, data_dir)
+    if config.batch is not None and config.batch > len(data.train.y):
+        raise ValueError(
+            f"batch is {config.batch}; {config.dataset} has {len(data.train.y)} training samples in all"
+        )
     labels = data.train.y.numpy()
     rng = stream(config.seed, "partition")
     parts = partition.split(config.partition, labels, config.honest(), config.heterogeneity()[1], rng)
@@ -125,12 +139,16 @@ def _listening(options: Options) -> Iterator[list[int]]:
         return
 
     def ask(number, frame):
-        if asked:
+        if asked and number != hang_up:  # a terminal that goes may say so twice
             raise KeyboardInterrupt
         asked.append(number)
         options.watcher.stopping()
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    hang_up = getattr(signal, "SIGHUP", None)
+    heard = [signal.SIGINT, signal.SIGTERM]
+    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # as under nohup
+        heard.append(hang_up)
+    before = {s: signal.signal(s, ask) for s in heard}
     try:
         yield asked
     finally:
@@ -143,7 +161,7 @@ def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], N
     simulation, held = federation(config, options.device, options.data_dir, options.engine)
 
     def work(folder: RunFolder, options: Options) -> None:
-        write_json(folder.path / "holdings.json", held)
+        folder.write_json("holdings.json", held)
         with _listening(options) as asked:
             _train(config, simulation, folder, options, asked)
 
@@ -158,8 +176,13 @@ def _train(
     before = 0.0
     saved = folder.restore()
     if saved is not None:
-        loss.copy_(saved.tensors.pop("loss"))
-        simulation.load_state(saved.tensors, saved.step)
+        try:
+            loss.copy_(saved.tensors.pop("loss"))
+            simulation.load_state(saved.tensors, saved.step)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DamagedError(
+                f"{folder.path}: its checkpoint does not fit ({error}): delete the folder to start anew"
+            ) from None
         before = saved.seconds
     _note_environment(folder, options.device, simulation.step)
     options.watcher.begin(config, simulation.step)
@@ -207,7 +230,7 @@ def _evaluate(simulation: Simulation, config: Run, loss: torch.Tensor) -> dict[s
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
-    rows = [json.loads(line) for line in folder.metrics_file.read_text(encoding="utf-8").splitlines()]
+    rows = folder.rows()
     last = rows[-1]
     best = max(row["accuracy"] for row in rows)
     kept = ("accuracy", "loss", "round", "seconds", "client_accuracy")
@@ -233,8 +256,16 @@ def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
 def _note_environment(folder: RunFolder, device: torch.device, step: int) -> None:
     """Add this session to the run's: one that is resumed may go on elsewhere."""
     path = folder.path / "environment.json"
-    sessions = json.loads(path.read_text()) if path.exists() and step else []
-    write_json(path, [*sessions, {"from_round": step, **environment(device)}])
+    sessions = []
+    if os.path.lexists(path) and step:
+        try:
+            sessions = checks.parse(read_bytes(path), path)
+            checks.check_environment(sessions, path)
+        except DamagedError as error:  # no result depends on it
+            warnings.warn(f"where the run ran before is lost ({error})", stacklevel=2)
+            sessions = []
+            path.replace(path.with_name("environment.json.damaged"))
+    folder.write_json("environment.json", [*sessions, {"from_round": step, **environment(device)}])
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .classes import federated_class, has_own_forward, name_problem, own_forward_problem
-from .gradient import Limit, check_limit, check_share, share_by_layer
+from .gradient import Limit, check_between, check_limit, check_share, share_by_layer
 from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
 from .walk import (
     Skip,
@@ -138,13 +138,10 @@ def set_gradient(
         0.88
     """
     share, limit = check_share(gradient), check_limit(limit)
-    layers = federated_layers(model)
-    for name, part in (between or {}).items():
-        if name not in layers:
-            raise ValueError(f"between: the model has no federated layer {name!r}")
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
-            raise ValueError(f"between: {part!r} for layer {name!r}; it must be a number from 0 to 1")
-    parts = torch.tensor([(between or {}).get(name, 1.0) for name in layers], dtype=torch.float64)
+    layers, known = federated_layers(model), check_between(between or {})
+    for name in known.keys() - layers.keys():
+        raise ValueError(f"between: the model has no federated layer {name!r}")
+    parts = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
     for layer, own in zip(layers.values(), share_by_layer(share, parts).tolist(), strict=True):
         layer.gradient = own
         layer.limit = layer.limit if limit is None else limit

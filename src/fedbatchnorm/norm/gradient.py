@@ -12,6 +12,7 @@ say is a brake for what the share lets through.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -43,6 +44,16 @@ def check_limit(limit: Limit) -> Limit:
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 1 <= limit < math.inf:
         raise ValueError(f"limit is {limit!r}; it must be a number from 1 on, 'auto', or None for no limit")
     return float(limit)
+
+
+def check_between(between: Mapping[str, float]) -> dict[str, float]:
+    """Parts of layers' variances that lie between clients, by name; an error says what they must be."""
+    if not isinstance(between, Mapping):
+        raise ValueError(f"between is {type(between).__name__}; it must be layer name -> a number from 0 to 1")
+    for name, part in between.items():
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
+            raise ValueError(f"between: {part!r} for layer {name!r}; it must be a number from 0 to 1")
+    return {name: float(part) for name, part in between.items()}
 
 
 def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:

@@ -65,6 +65,10 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return drawn
 
 
+FIGURE1 = {("centralized", 0.0), ("naive", 0.0)}  # what there must be on a ring
+FIGURE2 = {("fbn", 0.0), ("fixbn", 0.0)}
+
+
 @styled
 def figure1(ring: Rings) -> Figure:
     """Points before and after normalisation, centralised and naive, one class a client."""

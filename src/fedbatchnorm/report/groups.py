@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..experiments.catalogue import FIGURES
 from ..experiments.config import Run, local_work
-from ..experiments.folder import Result
+from ..experiments.results import Result
 from ..simulation.recipe import ADVERSARY, LATER, usual
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES

@@ -3,14 +3,16 @@
 The same results give the same bytes, so that a test can hold the page against them.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ..experiments.archive import gather
+from ..experiments.archive import Gathered, gather, nothing_in
 from ..experiments.catalogue import FIGURES, unique
 from ..experiments.config import Run
-from ..experiments.folder import Result
+from ..experiments.files import write_bytes
+from ..experiments.results import Result
 from . import figures
 from .claims import Finding, judge_comparison, judge_rings
 from .groups import (
@@ -38,16 +40,17 @@ with the number of seeds in brackets; - is not run.
 """
 
 
-def write_markdown(*places: Path, page: Path) -> Path:
+def write_markdown(*places: Path, page: Path, found: Gathered | None = None) -> Path:
     """Write the page, and its figures as SVG into a folder of the same name beside it.
 
     Args:
         places: folders of run folders, and files of runs.
         page: the Markdown file.
+        found: what `gather` found in these places, if it is at hand.
     """
-    results, _ = gather(*places)
+    results, left_out = found or gather(*places)
     if not results:
-        raise ValueError(f"{places[0]} holds no finished run")
+        raise ValueError(nothing_in(places[0], left_out))
     pictures = page.with_suffix("")
     training = [r for r in results if isinstance(r.config, Run)]
     groups, besieged = comparisons(results), sieges(results)
@@ -55,8 +58,10 @@ def write_markdown(*places: Path, page: Path) -> Path:
     head = _HEAD.format(runs=len(training), what=what or "none without liars")
     parts, taken = [head, _claims(results, groups, besieged)], set[str]()
     for ring in rings(results)[:1]:
-        parts.append(_section("Figure 1: separability", figures.figure1(ring), pictures, "fig1", taken))
-        parts.append(_section("Figure 2: normalisation", figures.figure2(ring), pictures, "fig2", taken))
+        if ring.keys() >= figures.FIGURE1:
+            parts.append(_section("Figure 1: separability", figures.figure1(ring), pictures, "fig1", taken))
+        if ring.keys() >= figures.FIGURE2:
+            parts.append(_section("Figure 2: normalisation", figures.figure2(ring), pictures, "fig2", taken))
         distances = "Mean distance of the normalised points from the centralised ones:\n\n"
         parts.append(distances + table(*ring_table(ring)))
     for group in groups:
@@ -81,7 +86,7 @@ def write_markdown(*places: Path, page: Path) -> Path:
         parts.append(table(["", *header[1:]], rows))
     parts += [_precisions(groups), _coverage(training), _machines(training)]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(parts), encoding="utf-8")
+    write_bytes(page, "\n".join(parts).encode())
     return page
 
 
@@ -89,14 +94,28 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return (
-        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        "\n".join(
+            "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in line) + " |" for line in lines
+        )
         + "\n"
     )
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is: a model's name and a device's come from files.
+
+    Example:
+        >>> print(plain("x:<b>[y](z)"))
+        x:\\<b\\>\\[y\\](z)
+    """
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return re.sub(r"[\\`*<>\[\]!&|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
 
 
 def _section(title: str, picture: figures.Figure, folder: Path, name: str, taken: set[str]) -> str:
     """A picture under a title; a name that is taken gets a number."""
     folder.mkdir(parents=True, exist_ok=True)
+    title = plain(title)
     alike = sum(other == name or other.startswith(f"{name}-no") for other in taken)
     name = f"{name}-no{alike + 1}" if alike else name
     taken.add(name)
@@ -195,5 +214,5 @@ def _machines(training: list[Result]) -> str:
             str(result.summary.get("engine", "eager")),
         )
         found[key] = found.get(key, 0) + 1
-    rows = [[*key, str(count)] for key, count in sorted(found.items())]
+    rows = [[*map(plain, key), str(count)] for key, count in sorted(found.items())]
     return "## On what\n\n" + table(["device", "torch", "commit", "engine", "runs"], rows)

@@ -11,9 +11,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from .. import __version__
-from ..experiments.archive import gather
+from ..experiments.archive import Gathered, gather, nothing_in
 from ..experiments.config import Run, describe, local_work
-from ..experiments.folder import Result
+from ..experiments.files import write_bytes
+from ..experiments.results import Result
 from . import figures
 from .claims import judge_comparison, judge_rings
 from .groups import (
@@ -33,24 +34,22 @@ from .liars import judge_siege
 _ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 
 
-def write_report(*places: Path, out: Path | None = None) -> Path:
+def write_report(*places: Path, out: Path | None = None, found: Gathered | None = None) -> Path:
     """Draw every figure that the finished runs allow, and the page around them.
 
     Args:
         places: folders of run folders, and files of runs.
         out: where the page goes; `report` in the first place if not given.
+        found: what `gather` found in these places, if it is at hand.
 
     Returns:
         The path of the page.
     """
     root = Path(places[0])
     out = Path(out) if out is not None else (root if root.is_dir() else root.parent) / "report"
-    results, left_out = gather(*map(Path, places))
+    results, left_out = found or gather(*map(Path, places))
     if not results:
-        reasons = "".join(f"\n  {name}: {why}" for name, why in left_out[:5])
-        raise ValueError(
-            f"{root} holds no finished run: start one with `fedbatchnorm run --out {root}`{reasons}"
-        )
+        raise ValueError(nothing_in(root, left_out))
     groups = comparisons(results)
     content = {
         "version": __version__,
@@ -75,13 +74,13 @@ def write_report(*places: Path, out: Path | None = None) -> Path:
     )
     page = out / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(template.render(content), encoding="utf-8", errors="replace")
+    write_bytes(page, template.render(content).encode(errors="replace"))
     return page
 
 
 def _ring_sections(ring: Rings, out: Path, suffix: str) -> list[dict[str, Any]]:
     sections = []
-    if {("centralized", 0.0), ("naive", 0.0)} <= ring.keys():
+    if ring.keys() >= figures.FIGURE1:
         text = (
             "Ten clients hold one class each, 30 points around a corner of a ring. Centralised BatchNorm "
             "rescales the ring. Naive BatchNorm moves every client's class to the origin, on top of the "
@@ -90,7 +89,7 @@ def _ring_sections(ring: Rings, out: Path, suffix: str) -> list[dict[str, Any]]:
         title = "Figure 1: does normalisation keep the classes apart?"
         section = _section(title, text, figures.figure1(ring), out, f"fig1{suffix}")
         sections.append(section | {"claims": judge_rings(ring, "figure 1")})
-    if {("fbn", 0.0), ("fixbn", 0.0)} <= ring.keys():
+    if ring.keys() >= figures.FIGURE2:
         text = (
             "FBN's picture is nearly the centralised one. FixBN freezes a variance that misses the spread "
             "between clients: its points stay apart, at the wrong scale. Right: the mean distance of the "

@@ -7,6 +7,7 @@ class; the softmax is in the loss. `MODELS` is the table.
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -163,7 +164,12 @@ def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Modu
         )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = factory(shape, classes) if required else factory()  # pyrefly: ignore
+        try:
+            model = factory(shape, classes) if required else factory()  # pyrefly: ignore
+        except (Exception, SystemExit) as error:
+            if name in MODELS:
+                raise
+            raise ValueError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -181,11 +187,22 @@ def find(name: str) -> Factory:
         )
     try:
         factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model {name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # of whatever the module does
+        raise ValueError(f"model {name!r} cannot be imported: {_cause(error)}") from error
     if not callable(factory):
         raise ValueError(f"model {name!r} is a {type(factory).__name__}, not a function")
     return factory
+
+
+def _cause(error: BaseException) -> str:
+    """What a user's own code raised, and where, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [f for f in frames if not f.filename.startswith("<") and f.filename != importlib.__file__][-1]
+    file, line = last.filename, last.lineno
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line, error = error.filename, error.lineno, SyntaxError(error.msg)
+    own = "" if file == __file__ else f" ({file}, line {line})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{own}"
 
 
 def _image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:

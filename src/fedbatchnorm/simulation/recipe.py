@@ -1,11 +1,13 @@
 """How a federation trains, as data, and the seeds of all that it draws."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..aggregation.attacks import attack, plain_name
@@ -269,7 +271,7 @@ def _check_adversary(recipe: Recipe) -> None:
     if recipe.attack != "none":
         object.__setattr__(recipe, "attack", plain_name(recipe.attack))
     if recipe.defense != "none":
-        defense(recipe.defense, f)
+        _try_defense(recipe.defense, honest, lying)
     if (f > 0) != (recipe.attack != "none"):
         raise ValueError(f"byzantine is {f} and attack is {recipe.attack!r}; give both, or neither")
     if f and 2 * f >= n:
@@ -293,6 +295,17 @@ def _check_adversary(recipe: Recipe) -> None:
             f"scheme {recipe.scheme!r} shares no statistics that anybody could lie about: "
             "give targets gradients"
         )
+
+
+@functools.cache
+def _try_defense(name: str, honest: int, lying: int) -> None:
+    """An error for a rule that would fail in the first round, such as one with an impossible radius."""
+    rule = defense(name, lying)
+    if lying < honest:  # else the numbers are what is wrong
+        try:
+            rule(torch.zeros(honest + lying, 1))
+        except ValueError as error:
+            raise ValueError(f"defense is {name!r}, which does not work here: {error}") from None
 
 
 def stream(seed: int, what: str, step: int = 0, *more: int) -> np.random.Generator:

@@ -72,7 +72,9 @@ RULES: dict[str, tuple[Any, Any, str]] = {
         lambda v: v in ("usual", "all") or set(v.split("+")) <= set(TARGETS),
         f"usual, all, or some of {', '.join(TARGETS)}, joined by +",
     ),
+    "defense": (str, lambda v: True, "none or a rule that `fedbatchnorm list` shows"),
 }
+_LARGEST = 2**63  # whole numbers stay below it
 
 
 def check_values(config: Any) -> None:
@@ -86,6 +88,8 @@ def check_values(config: Any) -> None:
             continue
         kind, fine, wanted = RULES[field.name]
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        if type(value) is int and abs(value) >= _LARGEST:
+            raise ValueError(f"{field.name} is a number of many digits; it must be {wanted}, and below 2^63")
         if float in kinds and type(value) is int:
             value = float(value)
             object.__setattr__(config, field.name, value)

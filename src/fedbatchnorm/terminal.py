@@ -1,0 +1,83 @@
+"""Standard streams that cannot stop the work: closed, full, gone, or without a character that is printed."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+_PLAIN = str.maketrans({"±": "+-", "“": '"', "”": '"', "…": "...", "→": "->", "•": "*"})
+_PLAIN |= dict.fromkeys(map(ord, "╭╮╰╯├┤┬┴┼┌┐└┘"), "+") | {ord("─"): "-", ord("│"): "|"}
+
+
+class Patient:
+    """A text stream whose failures are noted, not raised: `lost` says why what was written is not there.
+
+    A reader that has left (`| head`) wants no more, which is no failure.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.lost, self._over = stream, None, False
+        self.lost: OSError | None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what the stream can show of a text."""
+        self._try(lambda: self.stream.write(self._possible(text)))
+        return len(text)
+
+    def flush(self) -> None:
+        """Have all that was written leave the process."""
+        self._try(self.stream.flush)
+
+    def _possible(self, text: str) -> str:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+            return text
+        except UnicodeEncodeError:
+            return "".join(_shown(character, encoding) for character in text)
+
+    def _try(self, do: Callable[[], Any]) -> None:
+        if self._over:
+            return
+        try:
+            do()
+        except RuntimeError:
+            return  # a signal came in the middle of another write, and what answers it is dropped
+        except (OSError, ValueError) as error:  # a closed stream is a ValueError
+            self._over = True
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self.lost = error
+            with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
+                # What is still in the buffer would fail again when the interpreter ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def _shown(character: str, encoding: str) -> str:
+    """The character, or what stands for it where it cannot be written."""
+    try:
+        character.encode(encoding)
+        return character
+    except UnicodeEncodeError:
+        return character.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+
+
+@contextlib.contextmanager
+def patient_streams() -> Iterator[Patient]:
+    """Standard output and errors are patient ones for a while; gives the output."""
+    before = sys.stdout, sys.stderr
+    out, err = (Patient(s if s is not None else open(os.devnull, "w")) for s in before)  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = out, err  # pyrefly: ignore
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+        for stream, own in zip((out, err), before, strict=True):
+            if own is None:
+                stream.stream.close()
