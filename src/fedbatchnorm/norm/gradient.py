@@ -49,7 +49,9 @@ def check_limit(limit: Limit) -> Limit:
 def check_between(between: Mapping[str, float]) -> dict[str, float]:
     """Parts of layers' variances that lie between clients, by name; an error says what they must be."""
     if not isinstance(between, Mapping):
-        raise ValueError(f"between is {type(between).__name__}; it must be layer name -> a number from 0 to 1")
+        raise ValueError(
+            f"between is {type(between).__name__}; it must be layer name -> a number from 0 to 1"
+        )
     for name, part in between.items():
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
             raise ValueError(f"between: {part!r} for layer {name!r}; it must be a number from 0 to 1")
