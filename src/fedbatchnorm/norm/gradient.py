@@ -224,7 +224,8 @@ class _NormalizeAndHold(torch.autograd.Function):
     """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
 
     With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part
-    is BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var.
+    is BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var. It is also
+    A g - A rho (mean(g) + b mean(g b)), and there the last part is the batch normalized by itself.
     """
 
     @staticmethod
@@ -243,30 +244,34 @@ class _NormalizeAndHold(torch.autograd.Function):
         # A small layer costs what its operations cost to call: hence as few as there can be.
         rstd, deviation = (var + eps).rsqrt_(), (batch_var + eps).sqrt_()
         factor = rstd if weight is None else rstd * weight
-        wanted = [ctx.needs_input_grad[0], True, True]
-        dx, slope, level = _batch_norm_backward(
-            g,
-            x,
-            (factor * deviation).mul_(ctx.share),
-            None,
-            None,
-            u,
-            deviation.reciprocal(),
-            True,
-            eps,
-            wanted,
-        )
-        if dx is not None:
-            rest = factor.view(-1, *[1] * (x.dim() - 2))
-            if isinstance(ctx.share, Tensor):
-                dx.addcmul_(g, (1 - ctx.share) * rest)
-            elif ctx.share != 1:
-                dx.addcmul_(g, rest, value=1 - ctx.share)
+        dx, slope, level = _share_and_sums(ctx, g, x, factor, u, batch_var, deviation)
         # The sum of g times the shared normalization, from that of g times the batch's own.
         for_weight = None
         if weight is not None:
             for_weight = (u - mean).mul_(level).addcmul_(slope, deviation).mul_(rstd)
         return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
+
+
+def _share_and_sums(
+    ctx, g: Tensor, x: Tensor, factor: Tensor, u: Tensor, batch_var: Tensor, deviation: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The input's gradient if it is wanted, and by channel sum(g b) and sum(g)."""
+    wanted, share, shape = ctx.needs_input_grad[0], ctx.share, (-1, *[1] * (x.dim() - 2))
+    # Where channels lie side by side, one kernel for all of it takes longer than two others.
+    one_go = wanted and x.is_contiguous()
+    weight = (factor * deviation).mul_(share) if one_go else None
+    dx, slope, level = _batch_norm_backward(
+        g, x, weight, None, None, u, deviation.reciprocal(), True, ctx.eps, [one_go, True, True]
+    )
+    if one_go and isinstance(share, Tensor):
+        dx.addcmul_(g, ((1 - share) * factor).to(g.dtype).view(shape))
+    elif one_go and share != 1:
+        dx.addcmul_(g, factor.to(g.dtype).view(shape), value=1 - share)
+    elif wanted and not one_go:
+        part = factor * (-share / (x.numel() // x.shape[1]))
+        dx = torch.batch_norm(x, part * slope, part * level, u, batch_var, False, 0.0, ctx.eps, True)
+        dx.addcmul_(g, factor.to(g.dtype).view(shape))
+    return dx, slope, level
 
 
 def _written_out(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
