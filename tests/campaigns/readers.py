@@ -244,12 +244,7 @@ def server_checkpoints(count, rng, place):
 
 
 def merges(count, rng, place):
-    """`merge`: a hostile update changes nothing but its own verdict.
-
-    What is here holds today. Huge counts and rounds, tensors on `meta`, nested and sparse ones, and wrong
-    types of arguments are for the time when `merge` gives each of them a verdict or a ValueError: add them to
-    `_hostile`.
-    """
+    """`merge`: a hostile update changes nothing but its own verdict."""
     shared = {
         "a": fbn.Running(torch.zeros(3), torch.ones(3)),
         "b": fbn.Running(torch.zeros(1), torch.ones(1)),
@@ -290,7 +285,7 @@ def _hostile(shared, generator, rng):
     layers = dict(update.layers)
     name = rng.choice(list(layers))
     moments = layers[name]
-    kind = rng.randrange(9)
+    kind = rng.randrange(11)
     odd = rng.choice([float("nan"), float("inf"), -float("inf")])
     if kind == 0:
         layers[name] = moments._replace(mean=torch.full_like(moments.mean, odd))
@@ -307,7 +302,12 @@ def _hostile(shared, generator, rng):
     elif kind == 6:
         layers["other"] = moments
     elif kind == 7:
-        return fbn.Update(layers, round=rng.choice([-1, 1, 2**40]), id=update.id)
+        return fbn.Update(layers, round=rng.choice([-1, 1, 2**40, 10**5000]), id=update.id)
+    elif kind == 8:
+        layers[name] = moments._replace(count=rng.choice([2**63, 10**5000, 10**400]))
+    elif kind == 9:
+        fake = rng.choice([torch.Tensor.to_sparse, lambda t: t.to("meta"), lambda t: t.to(torch.complex64)])
+        layers[name] = moments._replace(mean=fake(moments.mean))
     else:
         return rng.choice([None, [], {}, 5, "x", {name: None}, {name: (1, 2)}, {5: moments}])
     return fbn.Update(layers, round=0, id=update.id)

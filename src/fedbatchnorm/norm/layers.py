@@ -256,7 +256,7 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
                 layer.start_round()
             continue
         for layer in group:
-            layer._pending = []
+            layer._pending.clear()
         for kind in zip(*(layer._accumulators() for layer in group), strict=True):
             torch._foreach_zero_(kind)
 

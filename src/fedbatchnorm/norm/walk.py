@@ -115,17 +115,23 @@ def grouped(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, under its first name and without the names of wrappers."""
-    seen: set[int] = set()
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module once, under its first name and without the names of wrappers.
 
-    def walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield ".".join(path), module
-        for name, child in module.named_children():
+    Each round of a client walks through its model four times: hence a list and no generators within others.
+    """
+    seen: set[int] = {id(model)}
+    found: list[tuple[str, nn.Module]] = []
+
+    def walk(module: nn.Module, place: str, prefix: str) -> None:
+        found.append((place, module))
+        for name, child in module._modules.items():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
             wrapper = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _WRAPPERS))
-            yield from walk(child, path if wrapper else (*path, name))
+            inside = place if wrapper else prefix + name
+            walk(child, inside, prefix if wrapper else inside + ".")
 
-    yield from walk(model, ())
+    walk(model, "", "")
+    return found
