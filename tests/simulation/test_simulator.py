@@ -244,7 +244,7 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Sequential(nn.Flatten(), Own(64), nn.Linear(64, 10)), "layer '1': Own has its own forward"),
+        (nn.Sequential(nn.Flatten(), Own(64), nn.Linear(64, 10)), "layer '1': Own does more than normalize"),
         (nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(), nn.Linear(64, 10)), "layer '1': it is lazy"),
         (Pair(), r"the model returned tuple; it must be a score for each of 10 classes"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), r"the model returned \(1, 5\)"),
