@@ -26,7 +26,6 @@ from .experiments import catalogue
 from .experiments.archive import SUFFIX, gather, nothing_in, write_archive
 from .experiments.config import USUAL, Run, describe, digest
 from .experiments.environment import choose_device, describe_device
-from .experiments.files import BusyError
 from .experiments.results import LeftOut, read_results
 from .experiments.runner import Options, Stopped, Watcher, run_all
 from .simulation.models import MODELS
@@ -34,6 +33,7 @@ from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
+from .storage.files import BusyError
 from .terminal import patient_streams
 
 _NAMED = 20  # runs that are left out, at most, by name

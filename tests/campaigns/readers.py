@@ -17,12 +17,12 @@ from fedbatchnorm.adapters import checkpoint as server
 from fedbatchnorm.experiments import folder as folders
 from fedbatchnorm.experiments.archive import gather, write_archive
 from fedbatchnorm.experiments.config import Run
-from fedbatchnorm.experiments.files import DamagedError
 from fedbatchnorm.experiments.folder import RunFolder
 from fedbatchnorm.experiments.results import read_result, read_results
 from fedbatchnorm.experiments.runner import Options, Stopped, run_all
 from fedbatchnorm.report.groups import comparisons, final_table, ring_table, rings
 from fedbatchnorm.simulation.ring import Ring
+from fedbatchnorm.storage.files import DamagedError
 
 ATTRIBUTES = ("aggregate_train/value/", "__class__/value/", "strategy/x/value/", "eta/code/", "eta/state/")
 SHORT = {"rounds": 6, "evaluate_every": 2, "clients": 4}

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.files import BusyError, write_bytes
 from fedbatchnorm.experiments.folder import RunFolder
 from fedbatchnorm.experiments.results import read_results
+from fedbatchnorm.storage.files import BusyError, write_bytes
 
 TENSORS = {"a": torch.arange(5.0), "b": torch.tensor(3), "c": torch.ones(2, 3, dtype=torch.float64)}
 
@@ -258,7 +258,7 @@ def test_what_a_killed_writer_left_is_swept_up(tmp_path):
 
 
 def test_metrics_and_names_are_on_the_disk_before_the_summary(folder, monkeypatch):
-    from fedbatchnorm.experiments import files
+    from fedbatchnorm.storage import files
 
     done = []
     for name in ("sync", "sync_folder"):

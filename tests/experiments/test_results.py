@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from fedbatchnorm.cli import main
 from fedbatchnorm.experiments.archive import gather, read_archive, write_archive
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.files import DamagedError
 from fedbatchnorm.experiments.results import read_result, read_results, seal
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.simulation.ring import Ring
+from fedbatchnorm.storage.files import DamagedError
 
 RUN = Run(rounds=6, evaluate_every=2, clients=4)
 RING = Ring(rounds=3)

@@ -12,12 +12,12 @@ import time
 import pytest
 
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.files import BusyError
 from fedbatchnorm.experiments.folder import RunFolder
 from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import Options, Stopped, Watcher, run_all
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.simulation.schemes import SCHEMES
+from fedbatchnorm.storage.files import BusyError
 
 DSGD = [name for name, scheme in SCHEMES.items() if "dsgd" in scheme.algorithms]
 SHORT = {"rounds": 23, "evaluate_every": 5, "clients": 4}

@@ -13,9 +13,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..experiments.checks import parse
-from ..experiments.files import DamagedError, locked, regular, sweep, write_bytes
 from ..norm.gradient import check_between
+from ..storage.files import DamagedError, locked, regular, sweep, write_bytes
+from ..storage.values import parse
 
 _ARRAYS, _STRATEGY, _FORMAT = "arrays/", "strategy/", "2"
 _KINDS = ("array", "number", "dict", "list", "value", "state")

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import checks, files
+from ..storage import files
+from ..storage.files import DamagedError, read_bytes, write_bytes
+from ..storage.values import parse, shown
+from . import checks
 from .config import Run, name_of, read_config, to_json
-from .files import DamagedError, read_bytes, write_bytes
 from .results import LeftOut, Result, json_digest, read_results
 
 Gathered = tuple[list[Result], list[LeftOut]]
@@ -109,12 +111,12 @@ def _order(text: bytes) -> str:
 def _parse(file: Path, number: int, text: bytes) -> Result:
     """The run in a line; an error names the file, the line and the field."""
     where = f"{file}, line {number}"
-    line = checks.parse(text, where)
+    line = parse(text, where)
     if not isinstance(line, dict) or not {*_FACTS, *_CURVES} <= line.keys():
         raise DamagedError(f"{where}: not a run: it must have config, summary, environment, and the curves")
     unknown = sorted(line.keys() - {*_FACTS, *_CURVES, "digest"})
     if unknown:
-        raise DamagedError(f"{where}: unknown fields: {', '.join(map(checks.shown, unknown[:5]))}")
+        raise DamagedError(f"{where}: unknown fields: {', '.join(map(shown, unknown[:5]))}")
     if "digest" in line and line["digest"] != json_digest({k: v for k, v in line.items() if k != "digest"}):
         raise DamagedError(f"{where}: it is not what was written (its digest is another)")
     try:

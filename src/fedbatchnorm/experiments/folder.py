@@ -19,9 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..simulation.ring import Ring
-from . import checks, files
+from ..storage import files
+from ..storage.files import BusyError, DamagedError, write_bytes
+from . import checks
 from .config import Run, digest, source_of, to_json
-from .files import BusyError, DamagedError, write_bytes
 from .results import Result as Result  # where it was before
 from .results import check_name, read_config_file, read_result, seal
 from .results import read_results as read_results

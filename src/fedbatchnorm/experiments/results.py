@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..simulation.ring import Ring
+from ..storage.files import DamagedError, read_bytes, regular
+from ..storage.values import parse, shown
 from . import checks
 from .config import Run, name_of, read_config
-from .files import DamagedError, read_bytes, regular
 
 SEALED = ("metrics.jsonl", "model.safetensors", "holdings.json", "environment.json")
 _MARKS = ("config.json", "summary.json", "metrics.jsonl")  # a folder with one of these is a run's
@@ -139,7 +140,7 @@ def _check_seal(path: Path, summary: dict[str, Any]) -> None:
         return
     rest = {name: value for name, value in summary.items() if name != "digest"}
     if not isinstance(files, dict) or not set(SEALED[:2]) <= files.keys() <= set(SEALED):
-        raise DamagedError(f"{file}: files is {checks.shown(files)}; it must be the files' digests")
+        raise DamagedError(f"{file}: files is {shown(files)}; it must be the files' digests")
     if digest != json_digest({"name": path.name, **rest}):
         raise DamagedError(f"{file}: it is not what was written (its digest is another)")
     for name, wanted in files.items():
@@ -178,7 +179,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _json(file: Path) -> Any:
-    return checks.parse(read_bytes(file), file)
+    return parse(read_bytes(file), file)
 
 
 def _folders(root: Path, left_out: list[LeftOut]) -> Iterable[Path]:

@@ -19,10 +19,11 @@ from ..simulation import models
 from ..simulation.recipe import learning_rate, stream, torch_seed
 from ..simulation.ring import Ring, normalise_ring
 from ..simulation.simulator import Engine, Simulation
+from ..storage.files import BusyError, DamagedError, read_bytes
+from ..storage.values import parse
 from . import checks
 from .config import Run, describe
 from .environment import environment
-from .files import BusyError, DamagedError, read_bytes
 from .folder import RunFolder
 
 
@@ -259,7 +260,7 @@ def _note_environment(folder: RunFolder, device: torch.device, step: int) -> Non
     sessions = []
     if os.path.lexists(path) and step:
         try:
-            sessions = checks.parse(read_bytes(path), path)
+            sessions = parse(read_bytes(path), path)
             checks.check_environment(sessions, path)
         except DamagedError as error:  # no result depends on it
             warnings.warn(f"where the run ran before is lost ({error})", stacklevel=2)

@@ -11,8 +11,8 @@ from pathlib import Path
 from ..experiments.archive import Gathered, gather, nothing_in
 from ..experiments.catalogue import FIGURES, unique
 from ..experiments.config import Run
-from ..experiments.files import write_bytes
 from ..experiments.results import Result
+from ..storage.files import write_bytes
 from . import figures
 from .claims import Finding, judge_comparison, judge_rings
 from .groups import (

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from .. import __version__
 from ..experiments.archive import Gathered, gather, nothing_in
 from ..experiments.config import Run, describe, local_work
-from ..experiments.files import write_bytes
 from ..experiments.results import Result
+from ..storage.files import write_bytes
 from . import figures
 from .claims import judge_comparison, judge_rings
 from .groups import (

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from fedbatchnorm.experiments.config import Run
-from fedbatchnorm.experiments.files import BusyError, is_locked, locked, write_bytes
 from fedbatchnorm.experiments.results import read_results
 from fedbatchnorm.experiments.runner import run_all
+from fedbatchnorm.storage.files import BusyError, is_locked, locked, write_bytes
 
 WRITERS = 6
 
@@ -31,7 +31,7 @@ def test_a_full_disk_leaves_the_old_file_and_says_which_it_is(tmp_path, monkeypa
 def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path):
     code = (
         "import resource, sys, pathlib\n"
-        "from fedbatchnorm.experiments.files import write_bytes\n"
+        "from fedbatchnorm.storage.files import write_bytes\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "write_bytes(path, b'old')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
