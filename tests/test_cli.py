@@ -321,7 +321,11 @@ def test_other_signals_save_as_ctrl_c_does(tmp_path, name):
     number = getattr(signal, name)
     arguments = ["run", "--rounds", "30000", "--evaluate-every", "50", "--device", "cpu", "--out", "runs"]
     folder = RunFolder(tmp_path / "runs", Run(rounds=30000, evaluate_every=50))
-    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+
+    def listen():  # the tests themselves may run under nohup
+        signal.signal(number, signal.SIG_DFL)
+
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     while not folder.metrics_file.exists() and process.poll() is None:
         time.sleep(0.02)
     for _ in range(2 if name == "SIGHUP" else 1):
