@@ -25,6 +25,14 @@ SAYS = {
     "merges": ("a merge with 1 to 3 hostile updates", "the result of the others alone, to the bit"),
     "kills of runs": ("SIGKILL during a run", "resumed, the bits of the undisturbed run"),
     "kills of collecting": ("SIGKILL while a file of runs is written", "the old file or the new one"),
+    "kills of servers": (
+        "SIGKILL of a Flower server, 5 nodes, some of which send garbage",
+        "continued, the bits of the undisturbed run without that garbage",
+    ),
+    "kills of a federation": (
+        "the same with a SuperLink and 3 SuperNodes, which are killed, too",
+        "the bits of a run with the replies that came",
+    ),
     "full disks": ("no space at a random moment of a run", "an error with a path; then the same bits"),
     "closed streams": ("streams closed, cut, full or in ASCII", "the work done, the right exit status"),
 }
@@ -36,6 +44,8 @@ READERS = (
     "checkpoints of servers",
     "merges",
 )
+
+KILLS = "kills of runs", "kills of collecting", "kills of servers", "kills of a federation"
 
 
 def figures(result):
@@ -51,12 +61,17 @@ def figures(result):
         refused = f"{one['refused']:,}" if "refused" in one else "-"
         rows.append([tried, f"{count:,}", refused, holds, f"{one['seconds']:,.0f}"])
     inputs = sum(found[name]["count"] for name in READERS)
-    kills = sum(found[name]["killed"] for name in ("kills of runs", "kills of collecting"))
+    kills = sum(found[name]["killed"] for name in KILLS)
+    real = found["kills of a federation"]
     seeds = sorted({one["seed"] for one in found.values()})
+    commits = list(dict.fromkeys(one["commit"] for one in found.values()))
+    nodes, garbage, lost = (real[what] for what in ("SuperNodes killed", "garbage", "replies lost"))
     return (
         f"{inputs:,} hostile inputs and {kills:,} kills; nothing else came out than what the table says. "
-        f"A campaign stops at the first thing that does. Seed {', '.join(map(str, seeds))}, commit "
-        f"{result['commit']}, Python {machine['python']}, torch {machine['torch']}.\n\n"
+        f"A campaign stops at the first thing that does. In the real federation {nodes:,} SuperNodes were "
+        f"killed, too, {garbage:,} replies were garbage, and {lost:,} were lost. "
+        f"Seed {', '.join(map(str, seeds))}, commit {', '.join(commits)}, "
+        f"Python {machine['python']}, torch {machine['torch']}.\n\n"
         + table(["what is tried", "times", "refused", "what must come out", "seconds"], rows)
     )
 

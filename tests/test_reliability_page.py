@@ -21,9 +21,10 @@ def page(monkeypatch):
 
 
 def result(page):
-    one = {"count": 1000, "seed": 3, "seconds": 1.5, "refused": 900, "killed": 1001}
+    one = {"count": 1000, "seed": 3, "seconds": 1.5, "refused": 900, "killed": 1001, "commit": "c0ffee"}
+    one |= {"SuperNodes killed": 7, "garbage": 8, "replies lost": 9}
     machine = {"python": "3.11", "torch": "2.13"}
-    return {"machine": machine, "commit": "c0ffee", "campaigns": dict.fromkeys(page.SAYS, one)}
+    return {"machine": machine, "campaigns": dict.fromkeys(page.SAYS, one)}
 
 
 def test_the_page_is_what_the_results_say():
@@ -32,7 +33,8 @@ def test_the_page_is_what_the_results_say():
 
 def test_figures_are_added_up_and_all_are_there(page):
     text = page.figures(result(page))
-    assert "6,000 hostile inputs and 2,002 kills" in text
+    assert "6,000 hostile inputs and 4,004 kills" in text
+    assert "7 SuperNodes were killed, too, 8 replies were garbage, and 9 were lost." in text
     assert "Seed 3, commit c0ffee, Python 3.11, torch 2.13." in text
     few = result(page)
     del few["campaigns"]["merges"]
@@ -44,4 +46,6 @@ def test_the_goals_were_reached(page):
     found = json.loads(page.FILE.read_text())["campaigns"]
     assert sum(found[name]["count"] for name in page.READERS) >= 100_000
     assert found["kills of runs"]["killed"] >= 200
+    assert found["kills of servers"]["killed"] >= 20
+    assert found["kills of a federation"]["killed"] >= 20
     assert set(found) == set(page.SAYS)

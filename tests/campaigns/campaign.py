@@ -1,7 +1,8 @@
 """Everything that could go wrong, many times: python tests/campaigns/campaign.py [--scale 1] [--json FILE].
 
 Each campaign has a seed and a count, and stops at the first wrong answer, traceback or loss. The large one is
-`make campaign`; its figures go to results/reliability/, and from there into docs/reliability.md.
+`make campaign`; its figures go to results/reliability/, and from there into docs/reliability.md. With
+`--only` one campaign's figures take the place of those that the file has.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import federations
 import processes
 import readers
 
@@ -31,6 +33,8 @@ CAMPAIGNS = {
     "merges": (readers.merges, 300, 10_000),
     "kills of runs": (processes.kills, 8, 220),
     "kills of collecting": (processes.killed_collects, 10, 500),
+    "kills of servers": (federations.server_kills, 4, 200),
+    "kills of a federation": (federations.federation_kills, 1, 20),
     "full disks": (processes.full_disks, 5, 150),
     "closed streams": (processes.closed_streams, 12, 400),
 }
@@ -65,16 +69,23 @@ def main():
     figures = {}
     for name in args.only or CAMPAIGNS:
         count = max(1, round(args.scale * CAMPAIGNS[name][2]))
-        figures[name] = run(name, count, args.seed)
+        figures[name] = run(name, count, args.seed) | {"commit": commit()}
         print(f"{name}: {figures[name]}", flush=True)
-    if args.json:
-        result = {
-            "machine": {"python": platform.python_version(), "torch": torch.__version__},
-            "commit": commit(),
-            "campaigns": figures,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        if args.json:
+            _keep(args.json, figures)
+
+
+def _keep(file, figures):
+    """Write the figures beside those of other campaigns that the file has."""
+    old = json.loads(file.read_text()) if file.exists() else {"campaigns": {}}
+    before = {name: {"commit": old.get("commit")} | found for name, found in old["campaigns"].items()}
+    result = {
+        "machine": {"python": platform.python_version(), "torch": torch.__version__},
+        "campaigns": {name: figures.get(name, before.get(name)) for name in CAMPAIGNS},
+    }
+    result["campaigns"] = {name: found for name, found in result["campaigns"].items() if found}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

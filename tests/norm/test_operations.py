@@ -1,5 +1,6 @@
 """The exchange takes as many operations for 100 layers as for 10, and waits for the device as often."""
 
+import pickle
 from collections import Counter
 from functools import partial
 
@@ -101,3 +102,25 @@ def test_what_an_update_holds_is_not_what_the_model_holds():
         layer(torch.randn(8, layer.num_features) + 50)
     fbn.collect(model)
     assert all(torch.equal(m.mean, b) for m, b in zip(update.values(), before, strict=True))
+
+
+@pytest.mark.parametrize("kinds", [[torch.float32], [torch.float32, torch.float64]])
+def test_what_is_pickled_is_each_layer_s_own(kinds):
+    """Multiprocessing and Ray pickle: a view of all layers' values would come along with each layer."""
+    model = trained(100)
+    for i, layer in enumerate(model):
+        layer.to(kinds[i % len(kinds)])
+    plain = len(pickle.dumps(fbn.revert(trained(100))))
+    shared = fbn.statistics(model)
+    fbn.load_statistics(model, shared)
+    for layer in model:
+        layer(torch.randn(4, layer.num_features, dtype=layer.weight.dtype))
+    update = fbn.collect(model)
+    merged = fbn.merge(shared, [update]).statistics
+    assert len(pickle.dumps(model)) < 8 * plain
+    for held in (shared, update.layers, merged):
+        tensors = [t for of_layer in held.values() for t in (of_layer.mean, of_layer.var)]
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+    noted = [layer._noted.values for layer in model]
+    assert all(values.untyped_storage().nbytes() == values.nbytes for values in noted)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.flat import grouped, side_by_side, spread
+from ..norm.flat import grouped, parts_of, side_by_side, spread
 from ..norm.moments import Running, tracked_steps
 from ..norm.sums import weighted_mean
 from .cohort import cohort_factor, population_count
@@ -167,5 +167,5 @@ def next_statistics(
 
 def _like(values: Tensor, like: Sequence[Tensor], sizes: list[int]) -> Sequence[Tensor]:
     if len({(t.dtype, t.device) for t in like}) == 1:
-        return values.to(like[0]).split(sizes)
-    return [part.to(t) for part, t in zip(values.split(sizes), like, strict=True)]
+        return parts_of(values.to(like[0]), sizes)
+    return [part.to(t) for part, t in zip(parts_of(values, sizes), like, strict=True)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .convert import federated_layers
-from .flat import grouped, numbers, side_by_side, split, union
+from .flat import grouped, numbers, parts_of, side_by_side, split, union
 from .layers import FederatedBatchNorm, seen_by, start_rounds
 from .messages import DTYPES, Update, new_id, same_layers
 from .moments import Moments, Running, settings_problem, shown
@@ -34,7 +34,7 @@ def statistics(model: nn.Module) -> dict[str, Running]:
     for group in _alike(layers):
         buffers = [buffer for what in (0, 1) for _, layer in group for buffer in [_buffers(layer)[what]]]
         values = side_by_side(buffers).detach()
-        parts = values.to("cpu", statistics_dtype(values)).split([len(buffer) for buffer in buffers])
+        parts = parts_of(values.to("cpu", statistics_dtype(values)), [len(buffer) for buffer in buffers])
         for (name, layer), mean, var in zip(group, parts, parts[len(group) :], strict=False):
             shared[name] = Running(mean, var, tracked[name], layer.momentum, layer.eps)
     return shared  # pyrefly: ignore

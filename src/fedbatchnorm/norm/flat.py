@@ -92,7 +92,12 @@ def numbers(tensors: Sequence[Tensor]) -> list[int]:
     return values
 
 
+def parts_of(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Each layer's part, as a copy in one operation: a view would be pickled with all layers' values."""
+    return tuple(torch.split_with_sizes_copy(values, list(sizes)))
+
+
 def split(flat: Flat, sizes: Sequence[int]) -> list[Moments]:
-    """Each layer's moments, as views."""
-    parts = flat.mean.split(list(sizes)), flat.var.split(list(sizes))
+    """Each layer's moments."""
+    parts = parts_of(flat.mean, sizes), parts_of(flat.var, sizes)
     return [Moments(*of_layer) for of_layer in zip(flat.count.tolist(), *parts, strict=True)]

@@ -84,7 +84,8 @@ def _values(group: list[Any]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         buffers = [layer._buffers for layer in group]
         flat = torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
-    return list(flat.split([2 * b["running_mean"].numel() for b in buffers]))
+        # Copies, for a view is pickled with all layers' values.
+        return list(torch.split_with_sizes_copy(flat, [2 * b["running_mean"].numel() for b in buffers]))
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:
