@@ -1,6 +1,7 @@
 """Clients and runs that the tests of the Flower adapter share."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -9,7 +10,13 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import fedbatchnorm as fbn
-from fedbatchnorm.adapters.flower import STATISTICS, FederatedBatchNormStrategy, load, reply
+from fedbatchnorm.adapters.flower import (
+    STATISTICS,
+    FederatedBatchNormStrategy,
+    NothingTrainedError,
+    load,
+    reply,
+)
 from fedbatchnorm.adapters.local import LocalGrid
 
 
@@ -68,6 +75,16 @@ def run(app, nodes=4, rounds=3, strategy=None, make=cnn, **options):
     strategy = FederatedBatchNormStrategy(strategy or FedAvg(), model=fbn.convert(make()), **options)
     result = strategy.start(LocalGrid(app, nodes), ArrayRecord(make().state_dict()), num_rounds=rounds)
     return strategy, result
+
+
+def run_for_nothing(app, nodes=4, rounds=1, strategy=None, make=cnn, **options):
+    """A run in which no round changes anything: the wrapped strategy, and what was wrong first."""
+    strategy = FederatedBatchNormStrategy(strategy or FedAvg(), model=fbn.convert(make()), **options)
+    with pytest.raises(NothingTrainedError) as raised:
+        strategy.start(LocalGrid(app, nodes), ArrayRecord(make().state_dict()), num_rounds=rounds)
+    for name, value in make().state_dict().items():
+        np.testing.assert_array_equal(strategy.session.arrays[name], value.numpy(), err_msg=name)
+    return strategy, str(raised.value)
 
 
 def change(answer, **fields):

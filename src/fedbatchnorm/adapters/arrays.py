@@ -1,4 +1,4 @@
-"""A model on Flower: parameters, which a strategy aggregates, and statistics, which it does not see."""
+"""A model by the names of its state_dict: parameters are averaged, statistics are merged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..norm.convert import federated_layers
 from ..norm.moments import Running
 from ..norm.reduce import statistics_dtype
-
-try:
-    from flwr.app import Array, ArrayRecord
-except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
 
 _FIELDS = ("running_mean", "running_var", "num_batches_tracked")
 # Layer -> the names of its mean, variance and counter in a state_dict, once for each place it is used in.
@@ -28,6 +23,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         model = getattr(model, "_orig_mod", None) or model.module  # pyrefly: ignore
     return model
+
+
+def as_numpy(value: Any, name: str) -> np.ndarray:
+    """An array or a tensor, as an array; an error names it."""
+    if isinstance(value, Tensor):
+        if value.dtype == torch.bfloat16:
+            raise TypeError(f"{name} is in bfloat16, which numpy has not: exchange it in float32")
+        value = value.detach().cpu().numpy()
+    elif not isinstance(value, np.ndarray | np.generic) and callable(getattr(value, "numpy", None)):
+        value = value.numpy()  # an engine's own kind of array
+    if not isinstance(value, np.ndarray | np.generic):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected an array")
+    return np.asarray(value)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether all numbers are; a sum shows most of what is not, and needs no room."""
+    if not np.issubdtype(array.dtype, np.floating):
+        return True
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def statistic_names(model: nn.Module) -> Names:
@@ -48,7 +64,7 @@ def guessed_names(arrays: Iterable[str]) -> Names:
     return {layer: [_names(layer)] for layer in layers if arrays.issuperset(_names(layer))}
 
 
-def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """What a client sends back to be averaged: numbers with fractions that are no statistics."""
     kept = _flat(statistic_names(model))
     state = model.state_dict().items()
@@ -59,31 +75,35 @@ class Parts(NamedTuple):
     """A server's arrays: parameters, whole numbers that stay as they are, and where statistics are."""
 
     order: list[str]
-    parameters: dict[str, Array]
-    fixed: dict[str, Array]
+    parameters: dict[str, np.ndarray]
+    fixed: dict[str, np.ndarray]
     names: Names
 
-    def statistics(self, shared: Mapping[str, Running]) -> dict[str, Array]:
+    def statistics(self, shared: Mapping[str, Running]) -> dict[str, np.ndarray]:
         """Statistics under the names of a state_dict; the counter is whole, and the server's own."""
         found = {}
         for layer, running in shared.items():
             values = running.mean.numpy(), running.var.numpy(), np.array(running.tracked, dtype=np.int64)
             for names in self.names[layer]:
-                found |= {name: Array(value) for name, value in zip(names, values, strict=True)}
+                found |= dict(zip(names, values, strict=True))
         return found
 
-    def join(self, parameters: Mapping[str, Array], shared: Mapping[str, Running]) -> ArrayRecord:
-        """All as one record, in the order and with the types of the first."""
+    def join(
+        self, parameters: Mapping[str, np.ndarray], shared: Mapping[str, Running]
+    ) -> dict[str, np.ndarray]:
+        """All as one, in the order and with the types of the first."""
         whole = dict(parameters) | self.statistics(shared) | self.fixed
         for name, sent in self.parameters.items():
-            value = whole[name].numpy()
-            if str(value.dtype) != sent.dtype:
-                whole[name] = Array(value.astype(sent.dtype))
-        return ArrayRecord({name: whole[name] for name in self.order})
+            if whole[name].dtype != sent.dtype:
+                whole[name] = whole[name].astype(sent.dtype)
+        return {name: whole[name] for name in self.order}
 
 
 def split(
-    arrays: Mapping[str, Array], names: Names, settings: Mapping[str, Any], usual: tuple[float | None, float]
+    arrays: Mapping[str, np.ndarray],
+    names: Names,
+    settings: Mapping[str, Any],
+    usual: tuple[float | None, float],
 ) -> tuple[Parts, dict[str, Running]]:
     """Tell parameters, statistics, and what is not averaged (whole numbers) apart.
 
@@ -100,19 +120,14 @@ def split(
             raise ValueError(
                 f"the arrays have no {missing[0]!r}, the statistics of layer {layer!r} of the model"
             )
-        mean, var, tracked = (torch.from_numpy(arrays[name].numpy().copy()) for name in places[0])
+        mean, var, tracked = (torch.from_numpy(np.array(arrays[name])) for name in places[0])
         exact = statistics_dtype(mean)
         shared[layer] = Running(mean.to(exact), var.to(exact), int(tracked), *settings.get(layer, usual))
     kept = _flat(names)
     rest = {name: array for name, array in arrays.items() if name not in kept}
-    sent = {name: a for name, a in rest.items() if np.issubdtype(np.dtype(a.dtype), np.floating)}
+    sent = {name: a for name, a in rest.items() if np.issubdtype(a.dtype, np.floating)}
     fixed = {name: array for name, array in rest.items() if name not in sent}
     return Parts(list(arrays), sent, fixed, names), shared
-
-
-def records(parts: Parts, shared: Mapping[str, Running]) -> tuple[ArrayRecord, ArrayRecord]:
-    """What travels to clients: parameters, and apart from them statistics and what is not averaged."""
-    return ArrayRecord(dict(parts.parameters)), ArrayRecord(parts.statistics(shared) | parts.fixed)
 
 
 def _flat(names: Names) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from logging import ERROR, getLogger
+from logging import ERROR
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..aggregation.verdicts import Verdict
 from ..norm.moments import Moments, Running
-from .replies import Examined
-
-log = getLogger("flwr").log
+from .events import Teller
+from .replies import Examined, all_finite
 
 # What a layer gets, as the median of the clients has it: the mean of squares, against its smallest so far.
 # FBN as published, where it barely trains, grows a few hundredfold and stays finite.
@@ -49,6 +48,10 @@ class DivergedError(RuntimeError):
         )
         self.round, self.good_round, self.arrays = began, good.round, good.arrays
         self.gradient = good.gradient
+
+
+class NothingTrainedError(RuntimeError):
+    """A run in which no round changed anything; the message has the first reason."""
 
 
 class State(NamedTuple):
@@ -127,22 +130,25 @@ class Watch:
 
 def alarm(
     watch: Watch,
-    server_round: int,
+    tell: Teller,
+    number: int,
     shared: Mapping[str, Running],
     found: Examined,
     good: Collection[Hashable],
     left_out: Mapping[Hashable, Verdict],
 ) -> str:
-    """What to tell if a round shows that the model has diverged, which is logged too; else nothing."""
-    sizes = input_sizes(shared, [found.updates[node] for node in good]) if shared else {}
-    metrics = [row for node in good for row in found.replies[node].content.metric_records.values()]
-    failed = sum(verdict.reason == "non_finite" for verdict in left_out.values())
-    wrong = watch.look(server_round, sizes, median_loss(metrics), failed, len(good))
+    """What is wrong if a round shows that the model has diverged, which is told too; else nothing."""
+    sizes = input_sizes(shared, [found.updates[client] for client in good]) if shared else {}
+    losses = losses_of([found.replies[client].metrics for client in good])
+    lost = sum(not all_finite(loss) for loss in losses)
+    failed = lost + sum(verdict.reason == "non_finite" for verdict in left_out.values())
+    finite = [loss for loss in losses if all_finite(loss)]
+    wrong = watch.look(number, sizes, median(finite) if finite else None, failed, len(good) - lost)
     if wrong is None:
         return ""
-    text = f"round {server_round}: the MODEL diverged: {wrong}. It began in round {watch.began}"
-    log(ERROR, "%s; the last good state is that after round %s", text, watch.good.round)
-    return text
+    text = f"the MODEL diverged: {wrong}. It began in round {watch.began}"
+    tell(number, "diverged", f"{text}; the last good state is that after round {watch.good.round}", ERROR)
+    return f"round {number}: {text}"
 
 
 def input_sizes(shared: Mapping[str, Running], updates: Iterable[Mapping[str, Moments]]) -> dict[str, float]:
@@ -165,9 +171,8 @@ def expected_sizes(shared: Mapping[str, Running]) -> dict[str, float]:
     return {layer: r.eps + float((r.var + r.mean.square()).mean()) for layer, r in shared.items()}
 
 
-def median_loss(metrics: Iterable[Mapping[str, Any]]) -> float | None:
-    """The clients' median of the metric that is called loss, or ends so; None if there is none."""
+def losses_of(metrics: Iterable[Mapping[str, Any]]) -> list[float]:
+    """The clients' metric that is called loss, or ends so."""
     rows = list(metrics)
     names = sorted({name for row in rows for name in row if name.lower().endswith("loss")}, key=len)
-    values = [row[names[0]] for row in rows if names and isinstance(row.get(names[0]), int | float)]
-    return median(values) if values else None
+    return [row[names[0]] for row in rows if names and isinstance(row.get(names[0]), int | float)]

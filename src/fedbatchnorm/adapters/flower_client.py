@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from logging import WARNING, getLogger
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..norm.calibrate import calibrating
-from ..norm.exchange import collect, load_statistics, statistics
-from ..norm.wire import to_bytes
-from .arrays import parameters_of, unwrapped
-from .replies import CALIBRATED, STATISTICS
-from .share import GRADIENT, apply
+from . import client
+from .arrays import unwrapped
+from .client import Answer
+from .extras import needs
+from .flower_records import GRADIENT, STATISTICS, record_of
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+    raise needs("Flower", "flower", error) from error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+log = getLogger("flwr").log
 _aside: ContextVar[dict[str, ArrayRecord] | None] = ContextVar("statistics", default=None)
 _share_aside: ContextVar[ConfigRecord | None] = ContextVar("gradient", default=None)
+_UNWRAPPED = (
+    "the message has no record 'statistics': wrap the server's strategy in FederatedBatchNormStrategy. A "
+    "strategy that is not wrapped refuses what `reply` answers, and the run ends with an error"
+)
+
+
+class _Sent(NamedTuple):
+    parameters: Mapping[str, Tensor]
+    statistics: Mapping[str, Tensor]
+    settings: Mapping[str, object]
 
 
 def load(model: nn.Module, message: Message) -> None:
@@ -38,19 +47,7 @@ def load(model: nn.Module, message: Message) -> None:
         model: what `convert` returned.
         message: as the client app received it, for training or for evaluation.
     """
-    records = dict(message.content.array_records) | (_aside.get() or {})
-    if STATISTICS not in records:
-        raise ValueError(
-            f"the message has no record {STATISTICS!r}: wrap the server's strategy in "
-            "FederatedBatchNormStrategy"
-        )
-    model = unwrapped(model)
-    state: dict[str, torch.Tensor] = {}
-    for record in records.values():
-        state |= record.to_torch_state_dict()
-    model.load_state_dict(state)
-    apply(model, message.content.config_records.get(GRADIENT) or _share_aside.get())
-    load_statistics(model, statistics(model))  # a new round: nothing has been seen yet
+    client.load(model, _sent(message))
 
 
 def reply(
@@ -68,33 +65,19 @@ def reply(
         model: the converted model, after local training.
         message: what is answered.
         metrics: with the strategy's weight among them, which is `num-examples` unless it was set otherwise.
-        steps: optimiser steps since `load`.
+        steps: optimizer steps since `load`; 0 where there was no batch: the server then sets the reply aside.
         arrays: the name of the record of parameters.
         group: of a client that trains on several devices; see `collect`.
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1")
-    model = unwrapped(model)
-    seen = _seen(model, steps, group)
-    parameters = parameters_of(model)
-    for sent in message.content.array_records.values():
-        if sent.keys() == parameters.keys():
-            parameters = {name: parameters[name] for name in sent}  # in the order in which they came
-    content: dict[str, Any] = {
-        arrays: ArrayRecord(parameters),
-        "metrics": MetricRecord(dict(metrics)),
-    }
-    aside = _aside.get()
-    (content if aside is None else aside)[STATISTICS] = seen
-    return Message(content=RecordDict(content), reply_to=message)
+    names = client.parameters_of(unwrapped(model)).keys()
+    same = (sent for sent in message.content.array_records.values() if sent.keys() == names)
+    answer = client.answer(model, steps=steps, like=next(same, None), group=group)
+    content = {arrays: ArrayRecord(answer.parameters), "metrics": MetricRecord(dict(metrics))}
+    return _answer(message, content, answer)
 
 
 def calibrate(
-    model: nn.Module,
-    message: Message,
-    batches: Iterable[torch.Tensor],
-    *,
-    group: ProcessGroup | None = None,
+    model: nn.Module, message: Message, batches: Iterable[Tensor], *, group: ProcessGroup | None = None
 ) -> Message:
     """A client's answer to round 0: what its layers see in a pass with plain BatchNorm, and nothing learned.
 
@@ -108,22 +91,7 @@ def calibrate(
         batches: inputs of the model, on its device: an epoch, or a few of its batches.
         group: of a client that trains on several devices; see `collect`.
     """
-    load(model, message)
-    model.train()
-    with torch.no_grad(), calibrating(model):
-        for x in batches:
-            model(x)
-    seen = _seen(model, 1, group)
-    seen[CALIBRATED] = Array(np.array(1))
-    content: dict[str, Any] = {}
-    aside = _aside.get()
-    (content if aside is None else aside)[STATISTICS] = seen
-    return Message(content=RecordDict(content), reply_to=message)
-
-
-def _seen(model: nn.Module, steps: int, group: ProcessGroup | None) -> ArrayRecord:
-    update = np.frombuffer(to_bytes(collect(unwrapped(model), group=group)), dtype=np.uint8)
-    return ArrayRecord({"update": Array(update), "steps": Array(np.array(steps))})
+    return _answer(message, {}, client.measure(model, _sent(message), batches, group=group))
 
 
 def statistics_mod(
@@ -150,3 +118,21 @@ def statistics_mod(
     if not answer.has_error() and aside[STATISTICS] is not sent:
         answer.content[STATISTICS] = aside[STATISTICS]
     return answer
+
+
+def _sent(message: Message) -> _Sent:
+    """What a message holds, and what `statistics_mod` keeps aside of it."""
+    records = dict(message.content.array_records) | (_aside.get() or {})
+    if STATISTICS not in records:
+        log(WARNING, _UNWRAPPED)
+    state: dict[str, Tensor] = {}
+    for record in records.values():
+        state |= record.to_torch_state_dict()
+    settings = message.content.config_records.get(GRADIENT) or _share_aside.get() or {}
+    return _Sent(state, {}, settings)
+
+
+def _answer(message: Message, content: dict[str, Any], answer: Answer) -> Message:
+    aside = _aside.get()
+    (content if aside is None else aside)[STATISTICS] = record_of(answer.statistics)
+    return Message(content=RecordDict(content), reply_to=message)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from .extras import needs
+
 try:
     from flwr.app import Context, Error, Message, RecordDict
     from flwr.serverapp import Grid
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+    raise needs("Flower", "flower", error) from error
 
 _FAILED = 2  # Flower's code for a client app that raised
 

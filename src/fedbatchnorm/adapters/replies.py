@@ -1,9 +1,11 @@
-"""What Flower's nodes answered: who can be used, who is left out, and why."""
+"""What clients answered: who can be used, who is left out, and why."""
+
+from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from logging import WARNING, getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,24 +13,40 @@ import numpy as np
 from ..aggregation.verdicts import Reason, Verdict
 from ..norm.messages import Update
 from ..norm.wire import FormatError, from_bytes
+from .arrays import as_numpy, is_finite
 
-try:
-    from flwr.app import Array, ArrayRecord, Message, RecordDict
-except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
-
-log = getLogger("flwr").log
-STATISTICS = "statistics"  # the name of the record that statistics travel in, either way
-CALIBRATE = "train.calibrate"  # the type of the messages of round 0
-CALIBRATED = "calibrated"  # in that record: measured with plain BatchNorm, to be merged with momentum 1
+CALIBRATED = "calibrated"  # among the statistics: measured with plain BatchNorm, to be merged with momentum 1
 MOST_STEPS = 10**6
 MOST_EXAMPLES = 2**53  # beyond it a float64 no longer counts one by one
+# What a weight and a count may be, against the median of the other clients', where no limit is set.
+UNBACKED, IMPOSSIBLE = 100, 10_000
+_EMPTY = Verdict(False, "empty", None, "it has trained on nothing")
+
+
+class Reply(NamedTuple):
+    """What a client answered.
+
+    Attributes:
+        client: its id.
+        parameters: name -> array or tensor; each is read once.
+        metrics: name -> number or list of numbers, with the weight among them.
+        statistics: what the client's `Answer.statistics` was.
+        failure: it failed, and this is why; then there is nothing else.
+        problem: the engine cannot make sense of the reply, and this is why: it is left out as `schema`.
+    """
+
+    client: Hashable
+    parameters: Mapping[str, Any] | None = None
+    metrics: Mapping[str, Any] = {}
+    statistics: Mapping[str, Any] | None = None
+    failure: str = ""
+    problem: str = ""
 
 
 class Examined(NamedTuple):
-    """By node id: replies of the right form, their updates and local steps, and verdicts on the others."""
+    """By client: replies of the right form, their updates and local steps, and verdicts on the others."""
 
-    replies: dict[Hashable, Message]
+    replies: dict[Hashable, Reply]
     updates: dict[Hashable, Mapping[str, Any]]
     steps: dict[Hashable, int]
     left_out: dict[Hashable, Verdict]
@@ -36,90 +54,14 @@ class Examined(NamedTuple):
 
 class Wanted(NamedTuple):
     """What a reply is held against: the parameters that were sent (None: it has none), the metric that weighs
-    it, the most that this may be, and whether it has statistics."""
+    it, the most that this may be (None: what the others and the counts make likely), whether it has
+    statistics, and whether the server limits their counts by itself."""
 
-    parameters: Mapping[str, Array] | None
+    parameters: Mapping[str, np.ndarray] | None
     weight: str
-    most: float = MOST_EXAMPLES
+    most: float | None = None
     statistics: bool = True
-
-
-def examine(answers: list[Message], wanted: Wanted) -> Examined:
-    """Look at each reply before any strategy does: a bad one is left out, and never an error.
-
-    What is handed on has one form: metrics, and parameters in the order in which they were sent, in records
-    named as in most replies.
-    """
-    found = Examined({}, {}, {}, {})
-    forms = Counter(_form(message) for message in answers)
-    names = Counter(name for message in answers for name in _parameter_records(message.content))
-    usual, name = (counter.most_common(1)[0][0] if counter else None for counter in (forms, names))
-    repeated = Counter(message.metadata.src_node_id for message in answers)
-    for message in answers:
-        node = message.metadata.src_node_id
-        try:
-            _expect(repeated[node] == 1, "duplicate", "the node has answered more than once")
-            _expect(_form(message) == usual, "schema", "other metrics than in most replies")
-            _check_metrics(message, wanted)
-            update, steps = _read(message.content) if wanted.statistics else (Update({}), 1)
-            content: dict[str, Any] = dict(message.content.metric_records)
-            if wanted.parameters is not None:
-                _expect(name not in content, "schema", f"metrics in a record that is called {name}")
-                content[str(name)] = _parameters(message.content, wanted.parameters)
-            message.content = RecordDict(content)
-            found.replies[node], found.updates[node], found.steps[node] = message, update, steps
-        except _LeftOutError as error:
-            found.left_out[node] = error.verdict
-        except Exception as error:  # whatever a client may have put into a record
-            found.left_out[node] = Verdict(False, "schema", None, f"{type(error).__name__}: {error}")
-    return found
-
-
-def read_calibrations(answers: list[Message]) -> tuple[dict[Hashable, Update], dict[Hashable, Verdict]]:
-    """Round 0: updates by node, and verdicts on replies that are no calibration or cannot be read."""
-    updates: dict[Hashable, Update] = {}
-    left_out: dict[Hashable, Verdict] = {}
-    repeated = Counter(message.metadata.src_node_id for message in answers)
-    for message in answers:
-        node = message.metadata.src_node_id
-        try:
-            _expect(repeated[node] == 1, "duplicate", "the node has answered more than once")
-            record = message.content.array_records.get(STATISTICS, {})
-            _expect(CALIBRATED in record, "schema", "the reply is no calibration")
-            updates[node] = _read(message.content)[0]
-        except _LeftOutError as error:
-            left_out[node] = error.verdict
-        except Exception as error:  # whatever a client may have put into a record
-            left_out[node] = Verdict(False, "schema", None, f"{type(error).__name__}: {error}")
-    return updates, left_out
-
-
-def sorted_out(server_round: int, replies: Iterable[Message]) -> tuple[list[Message], list[Message]]:
-    """Answers and failures, not in the order in which they happen to arrive; failures are logged."""
-    answers, failures = [], []
-    for message in sorted(replies, key=lambda m: m.metadata.src_node_id):
-        (failures if message.has_error() else answers).append(message)
-    for message in failures:
-        where = server_round, message.metadata.src_node_id
-        log(WARNING, "round %s: node %s failed: %s", *where, message.error.reason)
-    return answers, failures
-
-
-def log_left_out(server_round: int, verdicts: Mapping[Hashable, Verdict]) -> None:
-    """A line for each client that was left out, with the reason."""
-    for node, verdict in verdicts.items():
-        where = f" in layer {verdict.layer}" if verdict.layer else ""
-        text = f"{verdict.reason}{where} ({verdict.detail})"
-        log(WARNING, "round %s: node %s left out: %s", server_round, node, text)
-
-
-def attribute(strategy: object, name: str, default: Any = None) -> Any:
-    """Of the strategy, or of one that is wrapped in it."""
-    while strategy is not None:
-        if hasattr(strategy, name):
-            return getattr(strategy, name)
-        strategy = getattr(strategy, "strategy", None)
-    return default
+    limited: bool = False
 
 
 class _LeftOutError(Exception):
@@ -130,61 +72,200 @@ class _LeftOutError(Exception):
         self.verdict = Verdict(False, reason, None, detail)
 
 
+def examine(answers: list[Reply], wanted: Wanted) -> Examined:
+    """Look at each reply before anybody uses it: a bad one is left out, and never an error."""
+    found = Examined({}, {}, {}, {})
+    forms = Counter(map(_form, answers))
+    usual = forms.most_common(1)[0][0] if forms else None
+    for reply, verdict in _each(answers):
+        try:
+            if verdict is not None:
+                raise _LeftOutError(verdict.reason or "schema", verdict.detail)
+            _expect(_form(reply) == usual, "schema", "other metrics than in most replies")
+            weight = _weight(reply, wanted)
+            update, steps = _read(reply.statistics) if wanted.statistics else (Update({}), 1)
+            if wanted.parameters is not None:
+                _check_parameters(reply.parameters, wanted.parameters)
+            if weight == 0 or steps == 0:
+                found.left_out[reply.client] = _EMPTY
+                continue
+            found.replies[reply.client], found.updates[reply.client] = reply, update
+            found.steps[reply.client] = steps
+        except _LeftOutError as error:
+            found.left_out[reply.client] = error.verdict
+        except Exception as error:  # whatever a client may have put into a record
+            found.left_out[reply.client] = _unreadable(error)
+    _compare(found, wanted)
+    return found
+
+
+def read_calibrations(answers: list[Reply]) -> tuple[dict[Hashable, Update], dict[Hashable, Verdict]]:
+    """Round 0: updates by client, and verdicts on replies that are no calibration or cannot be read."""
+    updates: dict[Hashable, Update] = {}
+    left_out: dict[Hashable, Verdict] = {}
+    for reply, verdict in _each(answers):
+        try:
+            if verdict is not None:
+                raise _LeftOutError(verdict.reason or "schema", verdict.detail)
+            _expect(CALIBRATED in (reply.statistics or {}), "schema", "the reply is no calibration")
+            updates[reply.client] = _read(reply.statistics)[0]
+        except _LeftOutError as error:
+            left_out[reply.client] = error.verdict
+        except Exception as error:  # whatever a client may have put into a record
+            left_out[reply.client] = _unreadable(error)
+    return updates, left_out
+
+
+def finite_metrics(
+    replies: Mapping[Hashable, Reply], weight: str
+) -> tuple[dict[Hashable, dict[str, Any]], dict[str, list[Hashable]]]:
+    """Metrics in which everything is finite, and by metric the clients whose number was not.
+
+    Such a number is taken to be the others' mean, weighted as they are: then an average over all clients is
+    theirs. What is finite nowhere is left out everywhere.
+    """
+    rows = {client: dict(reply.metrics) for client, reply in replies.items()}
+    odd: dict[str, list[Hashable]] = {}
+    for name in list(next(iter(rows.values()), {})):
+        bad = [client for client, row in rows.items() if not all_finite(row[name])]
+        if not bad:
+            continue
+        odd[name] = bad
+        good = {client: row for client, row in rows.items() if client not in bad}
+        total = math.fsum(row[weight] for row in good.values())
+        for client, row in rows.items():
+            if not good:
+                del row[name]
+            elif client in bad:
+                means = [
+                    math.fsum(r[weight] * _numbers(r[name])[i] for r in good.values()) / total
+                    for i in range(len(_numbers(row[name])))
+                ]
+                row[name] = means if isinstance(row[name], list) else means[0]
+    return rows, odd
+
+
+def is_usable(value: Any) -> bool:
+    """Whether this is a number, or a list of numbers, as metrics are."""
+    return isinstance(value, int | float) or (
+        isinstance(value, list) and all(isinstance(v, int | float) for v in value)
+    )
+
+
+def _each(answers: Iterable[Reply]) -> Iterable[tuple[Reply, Verdict | None]]:
+    """Replies, with a verdict on those that came more than once or that the engine could not read."""
+    answers = list(answers)
+    repeated = Counter(reply.client for reply in answers)
+    for reply in answers:
+        if repeated[reply.client] > 1:
+            yield reply, Verdict(False, "duplicate", None, "it has answered more than once")
+        else:
+            yield reply, Verdict(False, "schema", None, reply.problem) if reply.problem else None
+
+
 def _expect(condition: bool, reason: Reason, detail: str) -> None:
     if not condition:
         raise _LeftOutError(reason, detail)
 
 
-def _parameter_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    return {name: record for name, record in content.array_records.items() if name != STATISTICS}
+def _unreadable(error: Exception) -> Verdict:
+    return Verdict(False, "schema", None, f"it cannot be read: {type(error).__name__}: {error}"[:300])
 
 
-def _parameters(content: RecordDict, sent: Mapping[str, Array]) -> ArrayRecord:
-    """The one record with the parameters that were sent, in their shapes, types and order, finite."""
-    records = list(_parameter_records(content).values())
-    _expect(len(records) == 1, "schema", f"{len(records)} records of parameters, expected 1")
-    _expect(records[0].keys() == sent.keys(), "schema", "other parameters than were sent")
-    for name, array in records[0].items():
-        value, wanted = array.numpy(), f"{tuple(sent[name].shape)} of {sent[name].dtype}"
+def _check_parameters(found: Mapping[str, Any] | None, sent: Mapping[str, np.ndarray]) -> None:
+    """The parameters that were sent, in their shapes and types, finite."""
+    if found is None:
+        raise _LeftOutError("schema", "no parameters in the reply")
+    for name in sent:
+        _expect(name in found, "schema", f"parameter {name} is missing")
+    for name in found:
+        _expect(name in sent, "schema", f"parameter {name[:200]} was not sent, and is not averaged")
+    for name, like in sent.items():
+        value = as_numpy(found[name], f"parameter {name}")
+        wanted = f"{tuple(like.shape)} of {like.dtype}"
         form = f"{tuple(value.shape)} of {value.dtype}"
         _expect(form == wanted, "schema", f"parameter {name} is {form}, expected {wanted}")
-        _expect(bool(np.isfinite(value).all()), "non_finite", f"parameter {name} is not finite")
-    return ArrayRecord({name: records[0][name] for name in sent})
+        _expect(is_finite(value), "non_finite", f"parameter {name} is not finite")
 
 
-def _form(message: Message) -> frozenset[tuple[str, str, int | None]]:
-    """A reply's metrics: in which record, under which names, a number or a list of how many."""
+def _form(reply: Reply) -> frozenset[tuple[str, int | None]]:
+    """A reply's metrics: under which names, a number or a list of how many."""
     return frozenset(
-        (record, name, len(value) if isinstance(value, list) else None)
-        for record, metrics in message.content.metric_records.items()
-        for name, value in metrics.items()
+        (name, len(value) if isinstance(value, list) else None) for name, value in reply.metrics.items()
     )
 
 
-def _check_metrics(message: Message, wanted: Wanted) -> None:
-    """One record of finite metrics, with a usable weight."""
-    records = list(message.content.metric_records.values())
-    _expect(len(records) == 1, "schema", f"{len(records)} records of metrics, expected 1")
-    for name, value in records[0].items():
-        numbers = value if isinstance(value, list) else [value]
-        _expect(all(map(math.isfinite, numbers)), "non_finite", f"metric {name} is {value!r}")
-    value = records[0].get(wanted.weight)
-    fine = isinstance(value, int | float) and 0 < value <= wanted.most
-    _expect(fine, "count_out_of_range", f"{wanted.weight} is {value!r}, allowed is up to {wanted.most:.0f}")
+def _weight(reply: Reply, wanted: Wanted) -> float:
+    """What the reply weighs; metrics that are no numbers are refused on the way."""
+    for name, value in reply.metrics.items():
+        _expect(is_usable(value), "schema", f"metric {name} is a {type(value).__name__}, expected a number")
+    value, most = reply.metrics.get(wanted.weight), MOST_EXAMPLES if wanted.most is None else wanted.most
+    _expect(
+        value is not None,
+        "count_out_of_range",
+        f"no metric {wanted.weight}, which says how much the reply weighs",
+    )
+    fine = isinstance(value, int | float) and 0 <= value <= most
+    _expect(fine, "count_out_of_range", f"{wanted.weight} is {value!r}, allowed is up to {most:.0f}")
+    return float(value)  # pyrefly: ignore
 
 
-def _read(content: RecordDict) -> tuple[Update, int]:
+def _compare(found: Examined, wanted: Wanted) -> None:
+    """Leave out who claims far more than the others, where no limit was set: one claim could take all.
+
+    A client may hold a hundred times what others do. Beyond that it must have seen it, as every example gives
+    a layer one value at least; and ten thousand times the others' is not believed of anybody.
+    """
+    claims = {client: float(reply.metrics[wanted.weight]) for client, reply in found.replies.items()}
+    seen = {c: max((float(m.count) for m in u.values()), default=0.0) for c, u in found.updates.items()}
+    backed = wanted.weight != "num-examples"  # another weight says nothing about what was seen
+    for what, values, limit in (
+        (wanted.weight, claims, wanted.most is not None),
+        ("the count of a layer", seen, wanted.limited),
+    ):
+        ordered = sorted(v for v in values.values() if v > 0)
+        for client, value in values.items() if not limit and len(ordered) > 1 else ():
+            times = value / _median_of_others(ordered, value)
+            unbacked = not backed and 0 < seen[client] < value
+            if times > IMPOSSIBLE or (times > UNBACKED and unbacked):
+                detail = f"{what} is {value:.0f}, {times:.0f} times that of the others: if that can be, set "
+                detail += "the server's max_examples and max_count"
+                found.left_out[client] = Verdict(False, "count_out_of_range", None, detail)
+    for client in found.left_out:
+        for rows in (found.replies, found.updates, found.steps):
+            rows.pop(client, None)
+
+
+def _median_of_others(ordered: list[float], value: float) -> float:
+    """The median of a sorted list without one of these values."""
+    at, n = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (ordered[i + (i >= at)] for i in ((n - 1) // 2, n // 2))
+    return (low + high) / 2
+
+
+def _numbers(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def all_finite(value: Any) -> bool:
+    """Whether a metric is."""
+    return all(map(math.isfinite, _numbers(value)))
+
+
+def _read(sent: Mapping[str, Any] | None) -> tuple[Update, int]:
     """A client's update and its steps."""
-    _expect(STATISTICS in content.array_records, "schema", "no statistics in the reply")
-    record = content.array_records[STATISTICS]
+    if not sent or "update" not in sent:
+        raise _LeftOutError("schema", NO_STATISTICS)
     try:
-        update = from_bytes(record["update"].numpy().tobytes())
+        update = from_bytes(as_numpy(sent["update"], "update").tobytes())
     except FormatError as error:
         raise _LeftOutError("schema", str(error)) from error
     if not isinstance(update, Update):
         raise _LeftOutError("schema", "statistics in place of an update")
-    sent = record["steps"].numpy()
-    _expect(np.issubdtype(sent.dtype, np.integer) and sent.ndim == 0, "schema", "steps is no whole number")
-    steps = int(sent)
-    _expect(1 <= steps <= MOST_STEPS, "count_out_of_range", f"{steps} local steps")
-    return update, steps
+    steps = as_numpy(sent["steps"], "steps")
+    _expect(np.issubdtype(steps.dtype, np.integer) and steps.ndim == 0, "schema", "steps is no whole number")
+    _expect(0 <= int(steps) <= MOST_STEPS, "count_out_of_range", f"{int(steps)} local steps")
+    return update, int(steps)
+
+
+NO_STATISTICS = "no statistics in the reply: the client's model must be converted, and answer with `reply`"

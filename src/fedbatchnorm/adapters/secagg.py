@@ -28,6 +28,7 @@ from ..norm.messages import Sums, from_sums, to_sums
 from ..norm.moments import Running
 from ..norm.reduce import statistics_dtype
 from .arrays import parameters_of, statistic_names, unwrapped
+from .extras import needs
 
 try:
     from flwr.common import FitIns, FitRes, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
@@ -45,7 +46,7 @@ try:
     )
     from flwr.server.workflow import SecAggPlusWorkflow
 except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
+    raise needs("Flower", "flower", error) from error
 
 log = getLogger("flwr").log
 _CONFIG = "fedbatchnorm"  # the entry of a round's configuration that clients read

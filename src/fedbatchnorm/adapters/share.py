@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from torch import nn
-
 from ..aggregation.drift import FIRST_SHARE, MOST, next_gradient
 from ..aggregation.statistics import MergeResult
-from ..norm.convert import set_gradient
 from ..norm.gradient import Limit, check_limit, check_share
 from ..norm.moments import Running
-
-try:
-    from flwr.app import ConfigRecord
-except ImportError as error:
-    raise ImportError(f"this needs Flower ({error}): pip install 'fedbatchnorm[flower]'") from error
-
-GRADIENT = "fedbatchnorm"  # the name of the record that the share and the limit travel in
 
 
 class Share:
@@ -26,7 +16,7 @@ class Share:
 
     Example:
         >>> share = Share("auto", "auto")
-        >>> share.gradient, dict(share.record())
+        >>> share.gradient, share.settings()
         (0.8, {'gradient': 0.8, 'limit': 'auto'})
     """
 
@@ -72,13 +62,13 @@ class Share:
         """What a checkpoint needs: a share that was set is not the run's, but the user's."""
         return (self.gradient if self.follows else None), self.between
 
-    def record(self) -> ConfigRecord | None:
-        """What clients are sent."""
+    def settings(self) -> dict[str, float | str | list[str] | list[float]]:
+        """What clients are sent; nothing if the share is theirs."""
         if self.gradient is None:
-            return None
+            return {}
         limit = {} if self.limit is None else {"limit": self.limit}
         apart = {"layers": [*self.between], "between": [*self.between.values()]} if self.between else {}
-        return ConfigRecord({"gradient": self.gradient, **limit, **apart})
+        return {"gradient": self.gradient, **limit, **apart}
 
     def __str__(self) -> str:
         """In words, for a summary."""
@@ -86,10 +76,3 @@ class Share:
             return "as clients have it"
         how = ", follows drift" if self.follows else ""
         return f"{self.gradient:.3g}{how}; limit {'of the clients' if self.limit is None else self.limit}"
-
-
-def apply(model: nn.Module, record: Mapping[str, object] | None) -> None:
-    """At a client: take what the server sent; a model whose server sent nothing stays as it is."""
-    if record is not None:
-        between = dict(zip(record.get("layers", ()), record.get("between", ()), strict=True))  # pyrefly: ignore
-        set_gradient(model, record["gradient"], limit=record.get("limit"), between=between)  # pyrefly: ignore
