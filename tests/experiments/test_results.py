@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fedbatchnorm.cli import main
 from fedbatchnorm.experiments.archive import gather, read_archive, write_archive
 from fedbatchnorm.experiments.config import Run, digest
-from fedbatchnorm.experiments.results import read_result, read_results, seal
+from fedbatchnorm.experiments.results import read_result, read_results, read_unfinished, seal
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.storage.files import DamagedError
@@ -299,3 +299,13 @@ def test_runs_that_differ_in_what_they_do_not_use_are_one(runs, tmp_path):
     change(other / "config.json", alpha=3.0)
     results, left_out = gather(runs, tmp_path / "other")
     assert (len(results), left_out) == (2, [])
+
+
+def test_curves_of_what_is_not_finished_are_read(runs):
+    (runs / digest(RUN) / "summary.json").unlink()
+    with (runs / digest(RUN) / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 8')
+    (found,) = read_unfinished(runs)
+    assert (found.config, [row["round"] for row in found.metrics]) == (RUN, [2, 4, 6])
+    change(runs / digest(RUN) / "config.json", seed=3)
+    assert read_unfinished(runs) == []

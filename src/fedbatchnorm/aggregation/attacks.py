@@ -154,14 +154,16 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def attack(name: str) -> Attack:
-    """The row of this name; `foe:10` and `alie:3` give the factor tau.
+def attack(name: str | Attack) -> Attack:
+    """The row of this name; `foe:10` and `alie:3` give the factor tau. A row of the user's own is itself.
 
     Example:
         >>> honest = torch.tensor([[1.0], [3.0]])
         >>> attack("foe:10").lie(honest, 1, torch.mean, torch.Generator())
         tensor([-20.])
     """
+    if isinstance(name, Attack):
+        return name
     known, _, factor = plain_name(name).partition(":")
     if not factor:
         return ATTACKS[known]

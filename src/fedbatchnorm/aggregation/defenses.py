@@ -9,6 +9,7 @@ from torch import Tensor
 from .aggregators import AGGREGATORS, centred_clipping
 from .mixing import MIXING, clipping
 
+Rule = Callable[[Tensor, int], Tensor]  # (rows (n, d), f) -> (d,)
 _WITH_RADIUS = {"clipping": clipping, "centred_clipping": centred_clipping}
 
 
@@ -58,11 +59,37 @@ class Defense:
         )
 
 
-def defense(name: str, f: int) -> Defense:
+@dataclass(frozen=True)
+class OwnDefense:
+    """A rule of the user's own, (rows (n, d), f) -> (d,), against f liars."""
+
+    rule: Rule
+    f: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """What the server makes of n clients' rows; an error if it is not one row."""
+        row = self.rule(rows, self.f)
+        if not isinstance(row, Tensor) or row.shape != rows.shape[1:]:
+            found = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            name = getattr(self.rule, "__name__", "the rule")
+            raise ValueError(f"defense {name!r} returned {found}; it must be one row of {rows.shape[1]}")
+        return row.to(rows.dtype)
+
+    def against(self, f: int) -> "OwnDefense":
+        """The same rule against another number of liars."""
+        return replace(self, f=f)
+
+    def needs_host(self) -> bool:
+        """Whether the rule says that it asks the host while it runs."""
+        return getattr(self.rule, "needs_host", False)
+
+
+def defense(name: str | Rule, f: int) -> Defense | OwnDefense:
     """The rule (n, d) -> (d,) of this name, against f liars; it goes into `merge(aggregator=...)`.
 
     Args:
-        name: an aggregator, after any number of mixing steps: `median`, `nnm+trimmed_mean`, `arc+nnm+krum`.
+        name: an aggregator, after any number of mixing steps: `median`, `nnm+trimmed_mean`, `arc+nnm+krum`;
+            or a function of your own, (rows (n, d), f) -> (d,).
         f: how many clients may lie; an error when it is applied to 2f clients or fewer.
 
     Example:
@@ -70,4 +97,4 @@ def defense(name: str, f: int) -> Defense:
         >>> defense("nnm+median", f=1)(torch.tensor([[0.0], [1.0], [2.0], [1e9]]))
         tensor([1.])
     """
-    return Defense(name, f)
+    return Defense(name, f) if isinstance(name, str) else OwnDefense(name, f)

@@ -15,7 +15,7 @@ from ..norm.messages import Update
 from ..norm.moments import Moments, Running, round_momentum, shown, tracked_steps
 from .cohort import check_population, round_steps
 from .cohort import cohort_factor as cohort_factor
-from .defenses import Defense
+from .defenses import Defense, OwnDefense
 from .robust import Aggregator
 from .robust import Rows as Rows
 from .robust import robust_update as robust_update
@@ -172,7 +172,7 @@ def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregato
 
     Who was caught is one of the f liars that a `defense` expects, and so the rest hold that many fewer.
     """
-    if not isinstance(aggregator, Defense):
+    if not isinstance(aggregator, Defense | OwnDefense):
         return aggregator, 1
     left = aggregator.against(max(0, aggregator.f - caught))
     return left, 2 * left.f + 1

@@ -1,12 +1,13 @@
 """The datasets, as tensors: the paper's Gaussian ring, scikit-learn's digits, CIFAR-10, MNIST, Fashion-MNIST.
 
-One table, `DATASETS`; a new dataset is one function and one row.
+One table, `DATASETS`; a new dataset is one function and one row. `of_tensors` makes one of samples and
+labels.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,11 +48,95 @@ class Dataset(NamedTuple):
         return Dataset(train, test, move(self.mean), move(self.std), self.classes)
 
 
-def load(name: str, data_dir: Path | None = None, progress: bool = False) -> Dataset:
-    """The dataset of this name; `data_dir` is where its files are, or go (ring and digits have none)."""
+def load(name: "str | Dataset", data_dir: Path | None = None, progress: bool = False) -> Dataset:
+    """The dataset of this name; `data_dir` is where its files are, or go (ring and digits have none).
+
+    One of the user's own, made by `of_tensors`, is itself.
+    """
+    if isinstance(name, Dataset):
+        return name
     if name not in DATASETS:
         raise ValueError(f"dataset {name!r} is not known; choose from {', '.join(DATASETS)}")
     return DATASETS[name](data_dir, progress)
+
+
+def of_tensors(
+    name: str,
+    train: tuple[Any, Any],
+    test: tuple[Any, Any] | None = None,
+    classes: Sequence[str] | None = None,
+) -> Dataset:
+    """A dataset of the user's own, from samples and labels; an error names what is wrong.
+
+    Args:
+        name: named in errors.
+        train: samples (N, ...), numbers or bytes, and labels (N,) from 0 on.
+        test: the same for testing; of each class every fifth training sample if not given.
+        classes: their names; 0, 1, ... if not given.
+
+    Example:
+        >>> found = of_tensors("mine", (torch.tensor([[0.0], [2.0]] * 10), torch.arange(20) % 2))
+        >>> len(found.train.y), len(found.test.y), found.mean.item()
+        (16, 4, 1.0)
+    """
+    whole = _split_of(name, "train", train)
+    if test is None:
+        held_out = _every_fifth(whole.y)
+        whole, rest = (
+            Split(whole.x[~held_out], whole.y[~held_out]),
+            Split(whole.x[held_out], whole.y[held_out]),
+        )
+    else:
+        rest = _split_of(name, "test", test)
+    if rest.x.shape[1:] != whole.x.shape[1:] or rest.x.dtype != whole.x.dtype:
+        raise ValueError(
+            f"dataset {name!r}: training samples are {whole.x.dtype} {tuple(whole.x.shape[1:])}, "
+            f"test samples {rest.x.dtype} {tuple(rest.x.shape[1:])}: they must be alike"
+        )
+    if not len(whole.y) or not len(rest.y):
+        raise ValueError(f"dataset {name!r} has {len(whole.y)} training and {len(rest.y)} test samples")
+    count = 1 + int(max(whole.y.max(), rest.y.max()))
+    names = tuple(map(str, range(count))) if classes is None else tuple(map(str, classes))
+    if len(names) < count:
+        raise ValueError(f"dataset {name!r} has labels up to {count - 1} and {len(names)} names of classes")
+    return Dataset(whole, rest, *_moments(whole.x), names)
+
+
+def _split_of(name: str, which: str, pair: tuple[Any, Any]) -> Split:
+    try:
+        x, y = (torch.as_tensor(values) for values in pair)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"dataset {name!r}: {which} must be samples and labels ({error})") from None
+    if y.dim() != 1 or x.dim() < 2 or len(x) != len(y):
+        raise ValueError(
+            f"dataset {name!r}: {which} has samples {tuple(x.shape)} and labels {tuple(y.shape)}; they must "
+            "be (N, ...) and (N,)"
+        )
+    if y.is_floating_point() or y.is_complex() or (len(y) and int(y.min()) < 0):
+        raise ValueError(f"dataset {name!r}: labels of {which} must be whole numbers from 0 on")
+    x = x if x.dtype == torch.uint8 else x.float()
+    if not x.float().isfinite().all():
+        raise ValueError(f"dataset {name!r}: {which} has samples that are not finite")
+    return Split(x, y.long())
+
+
+def _every_fifth(y: Tensor) -> Tensor:
+    """Of each class every fifth sample: for testing, (N,)."""
+    held_out = torch.zeros(len(y), dtype=torch.bool)
+    for label in y.unique():
+        held_out[(y == label).nonzero().flatten()[::5]] = True
+    return held_out
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, or of each feature of flat samples; 1 for a constant one."""
+    if x.dtype == torch.uint8 and x.dim() == 4:
+        mean, std = _channel_moments(x)
+    else:
+        dims = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(x.double(), dims, correction=0, keepdim=True)
+        mean, std = mean[0].float(), var[0].sqrt().float()
+    return mean, torch.where(std > 0, std, 1)
 
 
 def ring_points(clients: int, points: int, gamma: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -99,9 +184,7 @@ def _digits(data_dir: Path | None, progress: bool) -> Dataset:
     images, labels = (np.asarray(a) for a in load_digits(return_X_y=True))
     x = torch.from_numpy(images.astype(np.uint8)).view(-1, 1, 8, 8)
     y = torch.from_numpy(labels.astype(np.int64))
-    held_out = torch.zeros(len(y), dtype=torch.bool)
-    for label in range(10):
-        held_out[(y == label).nonzero().flatten()[::5]] = True
+    held_out = _every_fifth(y)
     train, test = Split(x[~held_out], y[~held_out]), Split(x[held_out], y[held_out])
     return Dataset(train, test, *_channel_moments(train.x), tuple(str(i) for i in range(10)))
 

@@ -3,32 +3,48 @@
 One table, `PARTITIONS`; a new partition is one function (labels, clients, its parameter, rng) and one row.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 _REDRAWS = 1000
+Own = Callable[[np.ndarray, int, np.random.Generator], list[np.ndarray]]
 
 
 def split(
-    name: str, labels: np.ndarray, clients: int, parameter: float | None, rng: np.random.Generator
+    name: str | Own, labels: np.ndarray, clients: int, parameter: float | None, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Split samples with these labels among clients; for each the indices of its samples.
 
     Args:
-        name: a name in `PARTITIONS`.
+        name: a name in `PARTITIONS`, or a function of the user's own, (labels, clients, rng) -> indices.
         labels: (N,).
         clients: how many.
         parameter: gamma or alpha; None where the partition has none.
         rng: all that is drawn comes from it.
     """
+    if callable(name):
+        return _checked(name(labels, clients, rng), labels, clients)
     if name not in PARTITIONS:
         raise ValueError(f"partition {name!r} is not known; choose from {', '.join(PARTITIONS)}")
     if not 1 <= clients <= len(labels):
         raise ValueError(f"clients is {clients}; it must be between 1 and {len(labels)}, one sample for each")
     arguments = () if PARTITIONS[name].parameter is None else (parameter,)
     return PARTITIONS[name].split(labels, clients, *arguments, rng)
+
+
+def _checked(parts: Iterable[Any], labels: np.ndarray, clients: int) -> list[np.ndarray]:
+    """What a function of the user's own returned; an error names the client."""
+    found = [np.asarray(part) for part in parts]
+    if len(found) != clients:
+        raise ValueError(f"the partition gave {len(found)} parts for {clients} clients")
+    for i, part in enumerate(found):
+        if part.ndim != 1 or not len(part) or not np.issubdtype(part.dtype, np.integer):
+            raise ValueError(f"the partition gave client {i} no list of indices: {part.dtype} {part.shape}")
+        if part.min() < 0 or part.max() >= len(labels):
+            raise ValueError(f"the partition gave client {i} an index that is not in 0 to {len(labels) - 1}")
+    return found
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:

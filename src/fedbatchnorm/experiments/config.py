@@ -1,19 +1,33 @@
-"""What determines a run, as frozen dataclasses; a run's folder is named after the hash of it."""
+"""What determines a run, as frozen dataclasses; a run's folder is named after the hash of it.
 
+`simulation` must do with torch and numpy alone, so its `Recipe` is an ordinary dataclass with its bounds in
+the annotations, checked there by a plain function. Here pydantic reads the same annotations: every rule is
+written once.
+"""
+
+import functools
 import hashlib
-import importlib.util
 import json
+import math
 import re
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
-from ..data.datasets import DATASETS
+from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
+
+from ..aggregation.attacks import plain_name
 from ..data.partition import PARTITIONS
-from ..simulation.models import MODELS
-from ..simulation.recipe import ADVERSARY, LATER, Recipe, check_fields, usual
+from ..simulation.recipe import ADVERSARY, LATER, Recipe, check_together, completed, usual
 from ..simulation.ring import Ring
+from ..simulation.rules import Must, annotations, refusal
 from ..simulation.schemes import SCHEMES
+from ..storage.values import shown
+from .parts import KINDS as PARTS
+from .parts import Kind, Part, as_part, is_known, names_of, row_of, scheme_uses
+from .sources import file_hash, module_file
 
 _FORMAT = 1  # raised when the same configuration would no longer give the same result
 
@@ -28,9 +42,49 @@ USUAL: dict[str, dict[str, Any]] = {
 _FEDAVG_ROUNDS = 10  # fedavg's rounds hold many steps: a run has this many times fewer of them
 
 
-@dataclass(frozen=True, kw_only=True)
+_FALLBACK: dict[str, Any] = {"model": "mlp", "batch": 32, "rounds": 300}  # a dataset of the user's own
+_Gamma = Annotated[float, Must("between 0 (each client its own classes) and 1 (iid)", ge=0, le=1)]
+_POSITIVE = Must("positive (0.1 is strongly heterogeneous, 10 nearly iid)", gt=0, lt=math.inf)
+_Count = Annotated[int, Must("at least 1", ge=1)]
+_STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _in_plain_words(kind: _Class) -> _Class:
+    """Have a pydantic dataclass refuse with one line that names the field, as everything here does."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, **given: Any) -> None:  # noqa: N807
+        try:
+            make(self, **given)
+        except ValidationError as error:
+            raise ValueError(_refusal(error)) from None
+
+    kind.__init__ = __init__  # pyrefly: ignore
+    return kind
+
+
+def _refusal(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = first["loc"]
+    if not place or place[0] not in annotations(Run):
+        cause = first.get("ctx", {}).get("error")
+        return str(cause) if cause is not None else f"{'.'.join(map(str, place))}: {first['msg']}"
+    name = str(place[0])
+    return refusal(name, annotations(Run)[name], first["input"])
+
+
+@_in_plain_words
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Run(Recipe):
     """A federation's training from the first round to the last.
+
+    Scheme, dataset, partition, model, attack and defense are names, or objects of your own: `scheme(...)`,
+    `dataset(...)`, `partition(...)`, `model(...)`, `attack(...)`, `rule(...)`. A function with a name will
+    do, too, but for schemes and datasets.
 
     Example:
         >>> run = Run(dataset="digits", scheme="fbn", gamma=0)
@@ -38,6 +92,12 @@ class Run(Recipe):
         ('mlp', 300, 10)
     """
 
+    scheme: str = "fbn"
+    """What clients normalize with, and what they share: see `fedbatchnorm list`."""
+    attack: str = "none"
+    """What Byzantine clients send: see `fedbatchnorm list`; foe:10 and alie:3 give the factor."""
+    defense: str = "none"
+    """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
     dataset: str = "digits"
     """What is learned: see `fedbatchnorm list`."""
     model: str | None = None
@@ -45,85 +105,146 @@ class Run(Recipe):
     dataset's usual one if not given."""
     partition: str = "gamma"
     """How the data is split among the clients: iid, gamma, dirichlet."""
-    gamma: float = 0.0
+    gamma: _Gamma = 0.0
     """For the gamma partition: the share of data that is alike, from 0 (each client its own classes)
     to 1 (iid)."""
-    alpha: float = 0.1
+    alpha: Annotated[float, _POSITIVE] = 0.1
     """For the dirichlet partition: the smaller, the more heterogeneous."""
-    batch: int | None = None  # pyrefly: ignore
+    batch: _Count = None  # pyrefly: ignore
     """Samples of a client in a step; the dataset's usual number if not given."""
-    rounds: int | None = None  # pyrefly: ignore
+    rounds: _Count = None  # pyrefly: ignore
     """How many rounds; the dataset's usual number if not given, a tenth of it under fedavg."""
-    evaluate_every: int | None = None
+    evaluate_every: _Count = None  # pyrefly: ignore
     """Rounds between evaluations; a thirtieth of all if not given."""
+    own: tuple[Part, ...] = ()
+    """What of it is not the package's: filled in from the fields above."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, data: ArgsKwargs) -> dict[str, Any]:
+        """Objects become parts with names, and what was not given becomes what is usual."""
+        given = dict(data.kwargs or {})
+        kept = {part.kind: part for part in given.get("own") or ()}
+        for kind in PARTS:
+            value = given.get(kind)
+            if value is not None and not isinstance(value, str | int | float | list | dict):
+                kept[kind] = as_part(kind, value)
+                given[kind] = kept[kind].name
+            elif isinstance(value, str) and kind in kept and kept[kind].name != value:
+                del kept[kind]  # another was chosen since
+            if isinstance(given.get(kind), str) and kind not in kept:
+                row = row_of(kind, given[kind])
+                kept |= {} if row is None else {kind: row}
+        given["own"] = tuple(kept[kind] for kind in PARTS if kind in kept)
+        return _usual_settings(given)
 
     def __post_init__(self):
-        for name, table in (("dataset", DATASETS), ("partition", PARTITIONS)):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in table:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(table)}")
-        for name, value in USUAL.get(self.dataset, {}).items():
-            if getattr(self, name) is None:
-                if name == "rounds" and self.algorithm == "fedavg":
-                    value //= _FEDAVG_ROUNDS
-                object.__setattr__(self, name, value)
-        if not isinstance(self.model, str) or not (self.model in MODELS or _names_own(self.model)):
+        for kind in PARTS:
+            _check_name(self, kind)
+        if not any(part.value is None for part in self.own):  # else it was read, and others checked it
+            check_together(self)
+
+    def part(self, kind: Kind) -> Part | None:
+        """What is used as the scheme, dataset, ... if it is not the package's."""
+        return next((part for part in self.own if part.kind == kind), None)
+
+    def used(self, kind: Kind) -> Any:
+        """What is used as the scheme, dataset, ...: a name, or the object of the user's own."""
+        part = self.part(kind)
+        if part is None:
+            return getattr(self, kind)
+        if part.value is None:
             raise ValueError(
-                f"model is {self.model!r}; it must be one of {', '.join(MODELS)}, "
-                "or a function of your own as package.module:function"
+                f"{kind} {part.name!r} is known by its name alone, from a result: to run it, give the object"
             )
-        check_fields(self)
-        if self.evaluate_every is None:
-            object.__setattr__(self, "evaluate_every", max(1, self.rounds // 30))  # pyrefly: ignore
+        return functools.partial(part.value, **dict(part.parameters)) if part.parameters else part.value
+
+    def title(self, kind: Kind = "scheme") -> str:
+        """What the scheme, dataset, ... is called in figures: as recorded, as in the table, or its name."""
+        part, name = self.part(kind), getattr(self, kind)
+        if part is not None:
+            return part.title or name
+        return SCHEMES[name].title if kind == "scheme" and name in SCHEMES else name
 
     def heterogeneity(self) -> tuple[str | None, float | None]:
         """The name and the value of the partition's parameter: ("gamma", 0.1), or (None, None)."""
-        name = PARTITIONS[self.partition].parameter
-        return name, None if name is None else getattr(self, name)
+        part = self.part("partition")
+        if part is not None and part.parameters:
+            name, value = part.parameters[0]
+            return (name, float(value)) if isinstance(value, int | float) else (None, None)
+        found = (part.uses or ()) if part is not None else ()
+        name = found[0] if found else None if part is not None else PARTITIONS[self.partition].parameter
+        return (name, getattr(self, name)) if name in ("gamma", "alpha") else (None, None)
+
+    def targets_struck(self) -> tuple[str, ...]:
+        """What Byzantine clients lie about: some of means, variances, gradients."""
+        part = self.part("attack")
+        if self.byzantine and self.targets == "usual" and part is not None:
+            return part.uses or ()
+        return super().targets_struck()
 
     def identity(self) -> dict[str, object]:
         """The fields that determine the result: what this partition and scheme do not use is left out."""
-        unused = {p.parameter for p in PARTITIONS.values()} - {self.heterogeneity()[0]}
-        unused |= {name for name in LATER if getattr(self, name) == usual(self, name)}
-        uses = {
-            "decay": self.schedule == "exponential",
-            "groups": self.scheme == "groupnorm",
-            "server_momentum": self.server != "mean",
-            "calibrate": SCHEMES[self.scheme].replace is None,
-            "recalibrate": SCHEMES[self.scheme].replace is None,
-        }
-        uses |= {
-            name: name in SCHEMES[self.scheme].before.settings for name in ("gradient", "limit", "blend")
-        }
+        split, part = self.part("partition"), self.part("scheme")
+        known = split is None or split.uses is not None
+        unused = {"gamma", "alpha"} - {self.heterogeneity()[0]} if known else set()
+        unused |= {"own"} | {name for name in LATER if getattr(self, name) == usual(self, name)}
+        takes = scheme_uses(SCHEMES[self.scheme], self.scheme) if part is None else part.uses
+        uses = {name: takes is None or name in takes for name in ("calibrate", "recalibrate", "groups")}
+        uses |= {name: takes is None or name in takes for name in ("gradient", "limit", "blend")}
+        uses |= {"decay": self.schedule == "exponential", "server_momentum": self.server != "mean"}
         if self.algorithm == "fedavg":
             moving = self.optimizer == "sgd" and self.momentum != 0
             uses |= {"momentum": self.optimizer == "sgd", "momentum_kind": moving}
             uses |= {"local_state": moving or self.optimizer == "adam"}
-            uses |= {
-                "beta": SCHEMES[self.scheme].replace is None and SCHEMES[self.scheme].before.survey is None
-            }
+            uses |= {"beta": takes is None or "beta" in takes}
         unused |= {name for name, used in uses.items() if not used}
-        found = asdict(self) | {"switch": self.switch_step() if self.scheme == "fixbn" else None}
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["switch"] = self.switch_step() if takes is None or "switch" in takes else None
         if self.is_plain():
             unused |= {*ADVERSARY}
         else:
             found["targets"] = "+".join(self.targets_struck())
-        return {k: v for k, v in found.items() if k not in unused}
+        return {k: v for k, v in found.items() if k not in unused} | dict(split.parameters if split else ())
 
 
-def _names_own(model: str) -> bool:
-    """Whether it is package.module:function, in characters that can be written."""
-    return ":" in model and not any("\ud800" <= character <= "\udfff" for character in model)
+def _usual_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, and what is usual for the rest."""
+    dataset, algorithm = given.get("dataset", "digits"), given.get("algorithm", "dsgd")
+    table = USUAL.get(dataset, _FALLBACK) if isinstance(dataset, str) else _FALLBACK
+    for name, value in table.items():
+        if given.get(name) is None:
+            fewer = name == "rounds" and algorithm == "fedavg"
+            given[name] = value // _FEDAVG_ROUNDS if fewer else value
+    if given.get("evaluate_every") is None:
+        rounds = given["rounds"]
+        given["evaluate_every"] = max(1, rounds // 30) if type(rounds) is int else 1
+    if algorithm == "fedavg" and given.get("cohort") == given.get("clients", 10):
+        given["cohort"] = None  # all of them
+    own = {part.kind for part in given["own"]}
+    if isinstance(given.get("attack"), str) and given["attack"] != "none" and "attack" not in own:
+        given["attack"] = plain_name(given["attack"])
+    return completed(given)
+
+
+def _check_name(run: Run, kind: Kind) -> None:
+    """What is named can be written, and is in a table, or a part says what it is."""
+    name = getattr(run, kind)
+    if isinstance(name, str) and any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"{kind} is {name!r}; it must be a text that can be written")
+    if run.part(kind) is not None or kind in ("attack", "defense"):  # these are checked with the rest
+        return
+    if kind == "model" and name is not None and ":" in name:
+        return
+    if name is None or not is_known(kind, name):
+        more = ", or a function of your own as package.module:function" if kind == "model" else ""
+        raise ValueError(f"{kind} is {name!r}; it must be one of {', '.join(names_of(kind))}{more}")
 
 
 def source_digest(model: str) -> str | None:
     """A hash of the file that defines a user's own model; None if it cannot be found."""
-    try:
-        spec = importlib.util.find_spec(model.partition(":")[0])
-    except (Exception, SystemExit):  # of the package around it; whoever trains the model is told
-        return None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        return None
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
+    file = module_file(model.partition(":")[0])
+    return None if file is None else file_hash(file)
 
 
 KINDS: dict[str, type[Run] | type[Ring]] = {"training": Run, "ring": Ring}
@@ -151,19 +272,29 @@ def source_of(config: Run | Ring) -> str | None:
 
 def name_of(config: Run | Ring, source: str | None) -> str:
     """The name of a run, whose model, if it is the user's own, had this source. Nothing is imported."""
-    content = {"format": _FORMAT, "kind": kind_of(config), **config.identity()}
+    content: dict[str, Any] = {"format": _FORMAT, "kind": kind_of(config), **config.identity()}
     if _own_model(config):
         content["source"] = source  # changed code is another model
+    own = {part.kind: part.source for part in _own(config) if part.source is not None}
+    content |= {"own": own} if own else {}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _own(config: Run | Ring) -> tuple[Part, ...]:
+    return config.own if isinstance(config, Run) else ()
+
+
 def _own_model(config: Run | Ring) -> bool:
-    return isinstance(config, Run) and ":" in (config.model or "")
+    return isinstance(config, Run) and config.part("model") is None and ":" in (config.model or "")
 
 
 def to_json(config: Run | Ring, source: str | None = None) -> dict[str, Any]:
-    """All fields and the kind, as they go into `config.json`; the source of a model, where there is one."""
-    return {"kind": kind_of(config), **asdict(config)} | ({"source": source} if _own_model(config) else {})
+    """All fields and the kind, as they go into `config.json`; the source of a model, where there is one, and
+    what else is the user's own."""
+    found = {"kind": kind_of(config)}
+    found |= {f.name: getattr(config, f.name) for f in fields(config) if f.name != "own"}
+    own = {part.kind: part.record() for part in _own(config)}
+    return found | ({"source": source} if _own_model(config) else {}) | ({"own": own} if own else {})
 
 
 def from_json(content: Any) -> Run | Ring:
@@ -172,18 +303,47 @@ def from_json(content: Any) -> Run | Ring:
 
 
 def read_config(content: Any) -> tuple[Run | Ring, str | None]:
-    """The configuration in a `config.json`, and the hash of its model's source. Nothing is imported."""
+    """The configuration in a `config.json`, and the hash of its model's source. Nothing is imported.
+
+    A scheme, dataset, ... that this process does not know is known by its name alone.
+    """
     kind = content.get("kind") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"not a configuration: its kind must be one of {', '.join(KINDS)}")
     source = content.get("source")
     if source is not None and not (isinstance(source, str) and re.fullmatch("[0-9a-f]{16}", source)):
         raise ValueError("source must be a hash of 16 characters")
-    given = {k: v for k, v in content.items() if k not in ("kind", "source")}
+    given = {k: v for k, v in content.items() if k not in ("kind", "source", "own")}
     unknown = sorted(given.keys() - {f.name for f in fields(KINDS[kind])})
+    unknown += ["own"] if kind == "ring" and "own" in content else []
     if unknown:
         raise ValueError(f"unknown fields in a configuration: {', '.join(map(ascii, unknown[:5]))}")
+    if kind == "training":
+        given["own"] = tuple(_recorded(given, content.get("own", {})))
     return KINDS[kind](**given), source
+
+
+def _recorded(given: dict[str, Any], records: Any) -> Iterator[Part]:
+    """The parts that a `config.json` records, and those that are unknown here."""
+    if not isinstance(records, dict) or not records.keys() <= {*PARTS}:
+        raise ValueError(f"own must be an object with some of {', '.join(PARTS)}")
+    for kind in PARTS:
+        name, record = given.get(kind), records.get(kind)
+        if record is None:
+            string_model = kind == "model" and isinstance(name, str) and ":" in name
+            if isinstance(name, str) and not is_known(kind, name) and not string_model and name.isprintable():
+                yield Part(kind=kind, name=name)
+            continue
+        if not isinstance(record, dict) or not isinstance(name, str) or {"kind", "name", "value"} & {*record}:
+            raise ValueError(f"own: {kind} is {shown(record)}; it must be what is known of {shown(name)}")
+        parameters = record.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise ValueError(f"own: parameters of {kind} are {shown(parameters)}; they must be an object")
+        try:
+            yield Part(**(record | {"kind": kind, "name": name, "parameters": tuple(parameters.items())}))
+        except (ValidationError, TypeError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ValueError(f"own: {kind}: {why}") from None
 
 
 def local_work(run: Run) -> str:

@@ -78,6 +78,37 @@ def read_results(root: Path) -> tuple[list[Result], list[LeftOut]]:
     return list(found.values()), left_out
 
 
+class Unfinished(NamedTuple):
+    """What there is so far of a run that is not finished."""
+
+    path: Path
+    config: Run | Ring
+    metrics: list[dict[str, Any]]
+
+
+def read_unfinished(root: Path) -> list[Unfinished]:
+    """The runs below `root` that have begun and are not finished: configurations, and curves so far.
+
+    Those of which nothing can be read are left to `read_results`, which names them.
+    """
+    found = []
+    for path in _folders(Path(root), []):
+        if os.path.lexists(path / "summary.json"):
+            continue
+        try:
+            config, source = read_config_file(path / "config.json")
+            check_name(path, config, source)
+            file = path / "metrics.jsonl"
+            content = read_bytes(file) if os.path.lexists(file) else b""
+            whole = content[: content.rfind(b"\n") + 1]  # the last row may be half written
+            rows = checks.parse_rows(whole, file)
+            checks.check_rows(rows, config, file, complete=False)
+        except DamagedError:
+            continue
+        found.append(Unfinished(path, config, rows))
+    return found
+
+
 _UNFINISHED = "not finished: run the same command again to continue it"
 
 
@@ -112,11 +143,13 @@ def check_name(path: Path, config: Run | Ring, source: str | None) -> None:
     """A folder's name is the digest of its configuration.
 
     That of a model of the user's own depends on its source, too: where config.json does not say what that was
-    (it is from before it did), the name cannot be checked.
+    (it is from before it did), the name cannot be checked; nor where nobody recorded what a scheme or dataset
+    is that this process does not know.
     """
-    own = isinstance(config, Run) and ":" in (config.model or "")
     wanted = name_of(config, source)
-    if path.name != wanted and not (own and source is None):
+    unsaid = source is None and isinstance(config, Run) and ":" in (config.model or "")
+    unsaid = unsaid or (isinstance(config, Run) and any(part.source is None for part in config.own))
+    if path.name != wanted and not unsaid:
         raise DamagedError(f"{path / 'config.json'}: it is the configuration of {wanted}, not of {path.name}")
 
 

@@ -115,18 +115,17 @@ def federation(
     config: Run, device: torch.device, data_dir: Path | None, engine: Engine = "auto"
 ) -> tuple[Simulation, dict[str, Any]]:
     """The simulation of a configuration before its first round, and who holds how much of each class."""
-    data = _load(config.dataset, data_dir)
+    data = _load(config.used("dataset"), data_dir)
     if config.batch is not None and config.batch > len(data.train.y):
         raise ValueError(
             f"batch is {config.batch}; {config.dataset} has {len(data.train.y)} training samples in all"
         )
     labels = data.train.y.numpy()
     rng = stream(config.seed, "partition")
-    parts = partition.split(config.partition, labels, config.honest(), config.heterogeneity()[1], rng)
+    parts = partition.split(config.used("partition"), labels, config.honest(), config.heterogeneity()[1], rng)
     held = partition.holdings(labels, parts, len(data.classes))
-    assert config.model is not None
     shape, weights = tuple(data.train.x.shape[1:]), torch_seed(config.seed, "weights")
-    model = models.build(config.model, shape, len(data.classes), weights)
+    model = models.build(config.used("model"), shape, len(data.classes), weights)
     simulation = Simulation(model, data, parts, config, device=device, engine=engine)
     return simulation, {"classes": data.classes, "samples": held.tolist()}
 
@@ -269,7 +268,11 @@ def _note_environment(folder: RunFolder, device: torch.device, step: int) -> Non
     folder.write_json("environment.json", [*sessions, {"from_round": step, **environment(device)}])
 
 
+def _load(name: str | datasets.Dataset, data_dir: Path | None) -> datasets.Dataset:
+    return _load_once(name, data_dir) if isinstance(name, str) else name
+
+
 @functools.cache
-def _load(name: str, data_dir: Path | None) -> datasets.Dataset:
+def _load_once(name: str, data_dir: Path | None) -> datasets.Dataset:
     """Loaded once for all runs of a process."""
     return datasets.load(name, data_dir, progress=sys.stderr.isatty())

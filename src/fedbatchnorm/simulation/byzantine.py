@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..aggregation.attacks import attack
-from ..aggregation.defenses import defense
 from ..aggregation.statistics import Rows, running_rows, split_layers
 from ..norm.moments import Moments, Running, round_momentum
 from .fold import FoldedNorm
@@ -26,13 +24,13 @@ def server_rule(recipe: Recipe) -> Rule:
     """What the server does with n rows: (n, d) -> (d,). Undefended, it takes the mean of whatever comes."""
     if recipe.defense == "none":
         return lambda rows: rows.mean(0)
-    return defense(recipe.defense, recipe.shares_of_cohort()[1])
+    return recipe.the_defense(recipe.shares_of_cohort()[1])
 
 
 def needs_host(recipe: Recipe) -> str | None:
     """Why a round cannot be captured as a CUDA graph: its attack or rule asks the host; None if it can."""
-    asks = recipe.attack != "none" and attack(recipe.attack).needs_host
-    if asks or (recipe.defense != "none" and defense(recipe.defense, recipe.byzantine).needs_host()):
+    asks = recipe.attack != "none" and recipe.the_attack().needs_host
+    if asks or (recipe.defense != "none" and recipe.the_defense(recipe.byzantine).needs_host()):
         return f"{recipe.attack} against {recipe.defense} needs the host in every round"
     return None
 
@@ -55,7 +53,7 @@ def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) 
     if what in recipe.targets_struck():
         seed = torch_seed(recipe.seed, "attack", step, TARGETS.index(what))
         generator = torch.Generator().manual_seed(seed)
-        sent = attack(recipe.attack).lie(honest, f, rule, generator)
+        sent = recipe.the_attack().lie(honest, f, rule, generator)
     else:
         sent = honest.mean(0)
     return torch.cat([honest, sent.expand(f, -1)])

@@ -42,7 +42,7 @@ class DistributedSGD:
         assert recipe.momentum is not None
         self._momentum, self._dampened = recipe.momentum, recipe.momentum_kind == "dampened"
         lied_about = "gradients" in recipe.targets_struck()
-        self.one_by_one = lied_about or (recipe.clip is not None and recipe.scheme != "centralized")
+        self.one_by_one = lied_about or (recipe.clip is not None and not recipe.the_scheme().before.union)
         for layer in federation.layers.values():
             layer.fused = machine.fuses and not self.one_by_one
         parameters = federation.parameters

@@ -21,7 +21,7 @@ from ..norm.moments import Running
 from .device import own_random_state
 from .fold import fold
 from .recipe import Recipe, stream
-from .schemes import SCHEMES, Phase, Setting
+from .schemes import Phase, Setting
 
 
 def draw(parts: Sequence[np.ndarray], batch: int, rng: np.random.Generator) -> np.ndarray:
@@ -109,7 +109,7 @@ class Federation:
         """
         if len(parts) != recipe.honest():
             raise ValueError(f"{recipe.honest()} clients hold data, but it is split into {len(parts)} parts")
-        self.recipe, self.device, self.scheme = recipe, device, SCHEMES[recipe.scheme]
+        self.recipe, self.device, self.scheme = recipe, device, recipe.the_scheme()
         self.parts = [np.asarray(part) for part in parts]
         self.sizes = np.array([len(part) for part in self.parts])
         if not self.sizes.all():

@@ -137,12 +137,12 @@ MODELS: dict[str, Factory] = {
 }
 
 
-def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+def build(name: str | Factory, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """A fresh model; the same seed gives the same weights, and nobody's random state is touched.
 
     Args:
-        name: a name in `MODELS`, or `package.module:function` for a factory of the user's own, called
-            with (shape, classes) if it takes two arguments, and with none if it needs none.
+        name: a name in `MODELS`; or a factory of the user's own, itself or as `package.module:function`,
+            called with (shape, classes) if it takes two arguments, and with none if it needs none.
         shape: of one input.
         classes: how many.
         seed: of the weights.
@@ -151,7 +151,8 @@ def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Modu
         >>> build("mlp", (1, 8, 8), 10, seed=0)[-1]
         Linear(in_features=128, out_features=10, bias=True)
     """
-    factory = find(name)
+    factory = name if callable(name) else find(name)
+    name = getattr(factory, "__name__", "?") if callable(name) else name
     required = [
         p
         for p in inspect.signature(factory).parameters.values()

@@ -3,19 +3,20 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..aggregation.attacks import attack, plain_name
-from ..aggregation.defenses import defense
+from ..aggregation.attacks import Attack, attack
+from ..aggregation.defenses import Defense, OwnDefense, Rule, defense
 from ..norm.gradient import limit_for
-from .rules import TARGETS, Algorithm, Optimizer, Schedule, Server, check_values
+from .rules import TARGETS, Algorithm, Must, Optimizer, Schedule, Server, checked
 from .rules import Precision as Precision
-from .schemes import SCHEMES
+from .schemes import Scheme, find_scheme
 
 _STREAMS = {"weights": 0, "partition": 1, "batches": 2, "dropout": 3, "attack": 4, "cohort": 5}
 _STREAMS |= {"survey": 6, "client tests": 7}
@@ -69,51 +70,57 @@ _FEDAVG_ONLY = ("local_steps", "local_epochs", "cohort", "prox", "optimizer")
 _FEDAVG_ONLY += ("server", "server_lr", "server_momentum")
 
 
+_Count = Annotated[int, Must("at least 1", ge=1)]
+_SHARE = Must("auto, or between 0 (the paper's FBN) and 1 (BatchNorm's gradient)", ge=0, le=1)
+_LIMIT = Must("auto, at least 1, or nothing for no limit", ge=1, lt=math.inf)
+_BLEND = Must("between 0 (shared statistics) and 1 (the batch's own)", ge=0, le=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a federation trains. The defaults for distributed SGD are the paper's (appendix, table 2)."""
 
-    scheme: str = "fbn"
+    scheme: str | Scheme = "fbn"
     """What clients normalize with, and what they share: see `fedbatchnorm list`."""
-    clients: int = 10
+    clients: _Count = 10
     """How many clients, n."""
-    batch: int = 50
+    batch: _Count = 50
     """Samples a client draws for a step."""
-    rounds: int = 3000
+    rounds: _Count = 3000
     """How many rounds, T."""
-    lr: float | None = None
+    lr: Annotated[float | None, Must("positive", gt=0, lt=math.inf)] = None
     """Learning rate of the first round; 0.1 for dsgd, 0.05 for fedavg if not given."""
-    momentum: float | None = None
+    momentum: Annotated[float | None, Must("at least 0 and below 1", ge=0, lt=1)] = None
     """Client momentum; 0.99 for dsgd, 0.9 for fedavg if not given."""
-    beta: float = 0.1
+    beta: Annotated[float, Must("above 0 and at most 1", gt=0, le=1)] = 0.1
     """Momentum of BatchNorm's running statistics."""
-    switch: int | None = None
+    switch: Annotated[int | None, Must("a step from 0 on, or nothing for half of the rounds", ge=0)] = None
     """The round at which FixBN freezes its statistics; half of the rounds if not given."""
     weighting: Literal["equal", "size"] | None = None
     """Whether clients weigh the same, or by how much data they hold; equal for dsgd and with Byzantine
     clients, size for fedavg if not given."""
     precision: Precision = "tf32"
     """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
-    seed: int = 0
+    seed: Annotated[int, Must("a whole number from 0 on", ge=0)] = 0
     """Of everything that is drawn: weights, partition, cohorts, batches, dropout."""
-    byzantine: int = 0
+    byzantine: Annotated[int, Must("at least 0", ge=0)] = 0
     """How many of the clients lie, f. They hold no data."""
-    attack: str = "none"
+    attack: str | Attack = "none"
     """What they send: see `fedbatchnorm list`; foe:10 and alie:3 give the factor."""
     targets: str = "usual"
     """What they lie about: means, variances, gradients (under fedavg their whole update), joined by +, or
     all; the attack's usual if not given. Gradients under attack go through the defense, too."""
-    defense: str = "none"
+    defense: str | Rule = "none"
     """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
     algorithm: Algorithm = "dsgd"
     """dsgd: every client sends one gradient a round. fedavg: a cohort of clients trains for several steps and
     sends its weights."""
-    local_steps: int | None = None
+    local_steps: _Count | None = None
     """fedavg: steps of a client in a round. Give this or --local-epochs."""
-    local_epochs: int | None = None
+    local_epochs: _Count | None = None
     """fedavg: passes of a client over its data in a round, the last, shorter batch included; 1 if
     neither is given."""
-    cohort: int | None = None
+    cohort: _Count | None = None
     """fedavg: how many clients take part in a round, drawn anew each time; all of them if not given."""
     optimizer: Optimizer = "sgd"
     """fedavg: what clients train with; adam has the usual settings (0.9, 0.999, 1e-8) and no use for
@@ -124,40 +131,40 @@ class Recipe:
     local_state: Literal["reset", "keep"] | None = None
     """Whether a client's momentum (or Adam's moments) starts anew in each of its rounds or is kept from one
     to the next; keep for dsgd, reset for fedavg if not given."""
-    clip: float | None = None
+    clip: Annotated[float | None, Must("positive, or nothing for no clipping", gt=0, lt=math.inf)] = None
     """Largest norm of a client's gradient; a longer one is scaled down to it."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Must("at least 0", ge=0, lt=math.inf)] = 0.0
     """Added to the gradient, times the weights."""
-    prox: float = 0.0
+    prox: Annotated[float, Must("at least 0", ge=0, lt=math.inf)] = 0.0
     """fedavg: FedProx's mu, which pulls a client's weights toward those that it was sent."""
     schedule: Schedule | None = None
     """How the learning rate falls with the rounds: constant; step: a half after a third, a third after two
     thirds; cosine: to 0; exponential: times --decay each round. step for dsgd, constant for fedavg if not
     given."""
-    decay: float = 0.998
+    decay: Annotated[float, Must("above 0 and at most 1", gt=0, le=1)] = 0.998
     """What the learning rate is multiplied by each round, for --schedule exponential."""
     server: Server = "mean"
     """fedavg: what the server does with the mean update: mean adds it, momentum is FedAvgM, adam is
     FedAdam."""
-    server_lr: float = 1.0
+    server_lr: Annotated[float, Must("positive", gt=0, lt=math.inf)] = 1.0
     """fedavg: the server's learning rate."""
-    server_momentum: float = 0.9
+    server_momentum: Annotated[float, Must("at least 0 and below 1", ge=0, lt=1)] = 0.9
     """fedavg: the server's momentum (for --server adam, its first beta)."""
     calibrate: bool = False
     """Before the first round, clients make one pass with plain BatchNorm, and training starts from the merged
     statistics of all layers, in place of mean 0 and variance 1."""
     augment: bool = False
     """Random crops (4 pixels of padding) and flips of training images, drawn on the device."""
-    groups: int = 2
+    groups: _Count = 2
     """For the scheme groupnorm: into how many groups channels are split."""
-    gradient: float | Literal["auto"] = 0.0
+    gradient: Annotated[float | Literal["auto"], _SHARE] = 0.0
     """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
     to 1; auto follows how far the statistics drift in a round."""
-    limit: float | Literal["auto"] | None = None
+    limit: Annotated[float | Literal["auto"] | None, _LIMIT] = None
     """For the scheme fbn: the largest standard deviation L of a client's normalized batch, and its mean at
     most 2 (L - 1). A batch beyond that is normalized by statistics closer to its own, so that weights that
     grow do not run away. auto is 1 + 2.5 (1 - gradient); no limit if not given."""
-    blend: float = 0.5
+    blend: Annotated[float, _BLEND] = 0.5
     """For the scheme fbn_blend: the share of the batch's own statistics in the first round; it falls with
     the learning rate."""
     recalibrate: bool = False
@@ -165,7 +172,25 @@ class Recipe:
     and the model is evaluated with the merged statistics. Training does not see them."""
 
     def __post_init__(self):
-        check_fields(self)
+        vars(self).update(completed(vars(self)))  # what depends on the algorithm and was not given
+        vars(self).update(checked(self))
+        check_together(self)
+
+    def used(self, kind: Literal["scheme", "attack", "defense"]) -> Any:
+        """What is used as the scheme, the attack or the defense: its name, or an object of the user's own."""
+        return getattr(self, kind)
+
+    def the_scheme(self) -> Scheme:
+        """The row of the scheme."""
+        return find_scheme(self.used("scheme"))
+
+    def the_attack(self) -> Attack:
+        """The row of the attack, where there is one."""
+        return attack(self.used("attack"))
+
+    def the_defense(self, f: int) -> Defense | OwnDefense:
+        """The server's rule against f liars, where there is one."""
+        return defense(self.used("defense"), f)
 
     def shares_of_cohort(self) -> tuple[int, int]:
         """How many honest and how many Byzantine clients take part in a round.
@@ -190,7 +215,7 @@ class Recipe:
         if not self.byzantine:
             return ()
         if self.targets == "usual":
-            return attack(self.attack).targets
+            return self.the_attack().targets
         return TARGETS if self.targets == "all" else tuple(t for t in TARGETS if t in self.targets.split("+"))
 
     def settings(
@@ -210,45 +235,49 @@ class Recipe:
         return self.rounds // 2 if self.switch is None else self.switch
 
 
-def check_fields(config: Any) -> None:
-    """Check every field that has a rule; an error names the field and says what it must be.
-
-    What depends on the algorithm and was not given is filled in.
-    """
-    if isinstance(config, Recipe):
-        _fill_in(config)
-    check_values(config)
-    if isinstance(config, Recipe):
-        _check_algorithm(config)
-        _check_adversary(config)
-
-
 def usual(recipe: Recipe, name: str) -> Any:
     """What a field is where nothing else is asked for."""
-    found = _USUAL.get(recipe.algorithm, {}).get(name)
-    if name == "weighting" and not recipe.is_plain():
+    return usual_in(vars(recipe), name)
+
+
+def usual_in(given: Mapping[str, Any], name: str) -> Any:
+    """What a field is where nothing else is asked for, beside these values of other fields."""
+    algorithm, found = _given(given, "algorithm"), None
+    if isinstance(algorithm, str):
+        found = _USUAL.get(algorithm, {}).get(name)
+    if name == "weighting" and (_given(given, "byzantine") or _given(given, "defense") != "none"):
         found = "equal"
-    if name == "local_epochs" and recipe.algorithm == "fedavg" and recipe.local_steps is None:
+    if name == "local_epochs" and algorithm == "fedavg" and _given(given, "local_steps") is None:
         found = 1
-    if found is None:
-        found = next(f.default for f in dataclasses.fields(Recipe) if f.name == name)
-    return found
+    return _default(name) if found is None else found
 
 
-def _fill_in(recipe: Recipe) -> None:
-    if recipe.algorithm == "fedavg" and recipe.cohort == recipe.clients:
-        object.__setattr__(recipe, "cohort", None)  # all of them
-    for field in dataclasses.fields(Recipe):
-        if getattr(recipe, field.name) is None and field.name in (*_USUAL["fedavg"], "local_epochs"):
-            object.__setattr__(recipe, field.name, usual(recipe, field.name))
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """These values of fields, and those that depend on the algorithm and were not given."""
+    names = (*_USUAL["fedavg"], "local_epochs")
+    return {**given, **{name: usual_in(given, name) for name in names if given.get(name) is None}}
 
 
-def _check_algorithm(recipe: Recipe) -> None:
+def _given(given: Mapping[str, Any], name: str) -> Any:
+    return given.get(name, _default(name))
+
+
+@functools.cache
+def _default(name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(Recipe) if f.name == name)
+
+
+def check_together(recipe: Recipe) -> None:
+    """Check that fields go together; an error names one and says what to do."""
+    _check_algorithm(recipe, recipe.the_scheme())
+    _check_adversary(recipe, recipe.the_scheme())
+
+
+def _check_algorithm(recipe: Recipe, scheme: Scheme) -> None:
     """The scheme, and settings of one algorithm alone, must go with the algorithm."""
-    scheme = SCHEMES[recipe.scheme]
     if recipe.algorithm not in scheme.algorithms:
         raise ValueError(
-            f"scheme {recipe.scheme!r} is for algorithm {' and '.join(scheme.algorithms)}, not for "
+            f"scheme {_name(recipe.scheme)!r} is for algorithm {' and '.join(scheme.algorithms)}, not for "
             f"{recipe.algorithm}: {scheme.summary}"
         )
     if recipe.algorithm == "dsgd":
@@ -264,16 +293,23 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise ValueError(f"cohort is {recipe.cohort} of {recipe.clients} clients; it must be at most all")
 
 
-def _check_adversary(recipe: Recipe) -> None:
+def _name(used: Any) -> str:
+    return used if isinstance(used, str) else getattr(used, "title", getattr(used, "__name__", "?"))
+
+
+def _check_adversary(recipe: Recipe, scheme: Scheme) -> None:
     """Byzantine clients, attack, targets and defense must go together."""
     f, n = recipe.byzantine, recipe.clients
     honest, lying = recipe.shares_of_cohort()
+    if recipe.targets not in ("usual", "all") and not set(recipe.targets.split("+")) <= set(TARGETS):
+        wanted = f"usual, all, or some of {', '.join(TARGETS)}, joined by +"
+        raise ValueError(f"targets is {recipe.targets!r}; it must be {wanted}")
     if recipe.attack != "none":
-        object.__setattr__(recipe, "attack", plain_name(recipe.attack))
-    if recipe.defense != "none":
-        _try_defense(recipe.defense, honest, lying)
+        recipe.the_attack()  # an error for a name that is not known
+    if isinstance(recipe.used("defense"), str) and recipe.defense != "none":
+        _try_defense(recipe.used("defense"), honest, lying)
     if (f > 0) != (recipe.attack != "none"):
-        raise ValueError(f"byzantine is {f} and attack is {recipe.attack!r}; give both, or neither")
+        raise ValueError(f"byzantine is {f} and attack is {_name(recipe.attack)!r}; give both, or neither")
     if f and 2 * f >= n:
         raise ValueError(f"byzantine is {f} of {n} clients; nothing helps against half of them or more")
     if lying >= honest:
@@ -281,18 +317,23 @@ def _check_adversary(recipe: Recipe) -> None:
             f"byzantine is {f} of {n} clients, which is {lying} in a cohort of {recipe.cohort}; "
             "nothing helps against half of them or more"
         )
-    if not recipe.is_plain() and recipe.scheme == "centralized":
+    if not recipe.is_plain() and scheme.before.union:
         raise ValueError(
-            "scheme is 'centralized', which has no clients that could lie: choose another scheme"
+            f"scheme is {_name(recipe.scheme)!r}, which has no clients that could lie: choose another scheme"
+        )
+    if not recipe.is_plain() and scheme.before.share is not None and scheme.before.merge_rows is None:
+        raise ValueError(
+            f"scheme {_name(recipe.scheme)!r} does not say how it merges rows that clients may lie about: "
+            "give its phase merge_rows"
         )
     struck = recipe.targets_struck()
     rules = "rules for gradients" if recipe.algorithm == "dsgd" else "rules"
     robust = "gradients" in struck or (recipe.algorithm == "fedavg" and not recipe.is_plain())
     if robust and recipe.weighting == "size":
         raise ValueError(f"weighting is 'size', but robust {rules} weigh all clients the same")
-    if struck and "gradients" not in struck and SCHEMES[recipe.scheme].before.merge_rows is None:
+    if struck and "gradients" not in struck and scheme.before.merge_rows is None:
         raise ValueError(
-            f"scheme {recipe.scheme!r} shares no statistics that anybody could lie about: "
+            f"scheme {_name(recipe.scheme)!r} shares no statistics that anybody could lie about: "
             "give targets gradients"
         )
 

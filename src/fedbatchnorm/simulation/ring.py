@@ -1,14 +1,15 @@
 """Normalisation alone, without learning: the paper's Gaussian ring (section 3, figures 1 and 2)."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data.datasets import ring_points
 from ..norm.moments import Running
-from .recipe import check_fields, torch_seed
+from .recipe import torch_seed
+from .rules import Must, checked
 from .schemes import PAPER, SCHEMES
 
 
@@ -18,23 +19,23 @@ class Ring:
 
     scheme: str = "fbn"
     """What clients normalise with, and what they share."""
-    gamma: float = 0.0
+    gamma: Annotated[float, Must("between 0 (each client its own classes) and 1 (iid)", ge=0, le=1)] = 0.0
     """The probability of a point to be of any class; otherwise it is of its client's own."""
-    clients: int = 10
+    clients: Annotated[int, Must("at least 1", ge=1)] = 10
     """How many clients; client i has class i."""
-    points: int = 30
+    points: Annotated[int, Must("at least 2", ge=2)] = 30
     """Points a client draws in a round."""
-    rounds: int = 100
+    rounds: Annotated[int, Must("at least 1", ge=1)] = 100
     """How many rounds."""
-    beta: float = 0.1
+    beta: Annotated[float, Must("above 0 and at most 1", gt=0, le=1)] = 0.1
     """Momentum of the running statistics."""
-    switch: int | None = None
+    switch: Annotated[int | None, Must("a step from 0 on, or nothing for half of the rounds", ge=0)] = None
     """The round at which FixBN freezes its statistics; half of the rounds if not given."""
-    seed: int = 0
+    seed: Annotated[int, Must("a whole number from 0 on", ge=0)] = 0
     """Of the points."""
 
     def __post_init__(self):
-        check_fields(self)
+        vars(self).update(checked(self))
         if self.scheme not in PAPER:
             raise ValueError(f"scheme is {self.scheme!r}; on the ring it must be one of {', '.join(PAPER)}")
 

@@ -186,3 +186,12 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }
 PAPER = ("centralized", "fbn", "fixbn", "naive")  # the schemes that the paper compares
+
+
+def find_scheme(scheme: str | Scheme) -> Scheme:
+    """The row of this name; a row of the user's own is itself."""
+    if isinstance(scheme, Scheme):
+        return scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
+    return SCHEMES[scheme]
