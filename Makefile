@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
-.PHONY: help demo test test-slow zoo lint bench campaign clean
+.PHONY: help demo test test-slow docs test-docs dist zoo lint bench campaign clean
 help:
 	@echo "make demo    why BatchNorm fails in federated learning, and FBN does not (a minute)"
 	@echo "make test    lint, types, import layers and tests (some minutes)"
 	@echo "make test-slow  the tests that take longer: campaigns, real federations, interrupted runs"
+	@echo "make docs    the documentation as a site, in site/index.html; opens without a network"
+	@echo "make test-docs  that site in Chromium: links, anchors, search, a silent console, no request to other hosts"
+	@echo "make dist    wheel and source distribution, checked, in dist/"
 	@echo "make zoo     real models of timm, torchvision, transformers, ... and docs/recipes.md (installs them)"
 	@echo "make campaign  hostile inputs, kills and full disks in large numbers (half an hour); see docs/reliability.md"
 	@echo "make bench   speed of the layers and of a whole round"
@@ -39,6 +42,23 @@ test: lint
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --show-capture=stderr $(PYTEST_FLAGS)
 
+$(VENV)/docs-installed: pyproject.toml constraints.txt | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+# The variable silences an advertisement, not a warning of the build.
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in site/: open site/index.html"
+
+test-docs: docs
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m site --show-capture=stderr $(PYTEST_FLAGS) tests/site
+
+dist: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 # The binary of torchvision may be for another build of torch: its Python is enough, see tests/zoo.
 $(VENV)/zoo-installed: pyproject.toml constraints.txt | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,zoo]'
@@ -57,4 +77,4 @@ campaign: $(VENV)/installed
 	$(BIN)/python benchmarks/reliability_table.py
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist out site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -108,14 +108,15 @@ def origin(result, cells):
     return text + (f"\n**Note.** {result['note']}\n" if result.get("note") else ""), seeds
 
 
+def digits_key(row):
+    """What makes a cell of the study on digits."""
+    clip = f"clip {row['clip']:g}" if row.get("clip") else "none"
+    return row["model"], split_name(row), work_name(row), row["lr"], clip
+
+
 def digits(result):
     rows = rows_of(result)
-
-    def key(row):
-        clip = f"clip {row['clip']:g}" if row.get("clip") else "none"
-        return row["model"], split_name(row), work_name(row), row["lr"], clip
-
-    cells = cells_of(rows, key)
+    cells = cells_of(rows, digits_key)
     text, seeds = origin(result, cells)
     blocks = list(dict.fromkeys(key[:2] for key in cells))
     text += "\n" + closeness(cells, blocks)

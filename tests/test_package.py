@@ -14,7 +14,7 @@ import fedbatchnorm as fbn
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def run(code, *args):
@@ -125,30 +125,33 @@ def test_links_in_documents_lead_somewhere():
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def test_the_version_is_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {fbn.__version__}\n" in citation
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert changes[:2] == ["Unreleased", fbn.__version__]
+
+
 @pytest.mark.slow
-def test_the_wheel_installs_and_imports(tmp_path):
+def test_wheel_and_source_distribution_are_whole(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
     names = zipfile.ZipFile(wheel).namelist()
-    assert "fedbatchnorm/py.typed" in names
-    assert not [n for n in names if n.startswith("tests")]
+    packaged = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*") if p.is_file()}
+    packaged = {p for p in packaged if "__pycache__" not in p and ".egg-info" not in p}
+    assert packaged <= set(names)
+    assert any(n.endswith("LICENSE") for n in names)
+    assert not [n for n in names if n.startswith(("tests", "docs", "results"))]
     with tarfile.open(sdist) as archive:
-        assert any(n.endswith("/README.md") for n in archive.getnames())
+        held = {n.partition("/")[2] for n in archive.getnames()}
+    needed = {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml"}
+    assert needed <= held
+    assert {"docs/index.md", "tests/conftest.py", "results/training/digits.json"} <= held
     target = tmp_path / "site"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        target,
-        wheel,
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target]
+    subprocess.run([*pip, wheel], check=True, capture_output=True)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import fedbatchnorm; print(fedbatchnorm.__file__)"
     )

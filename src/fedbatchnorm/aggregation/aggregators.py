@@ -59,7 +59,7 @@ def trimmed_mean(rows: Tensor, f: int) -> Tensor:
 
 
 def krum(rows: Tensor, f: int) -> Tensor:
-    """The row with the nearest neighbours (Blanchard et al., 2017).
+    """The row with the nearest neighbors (Blanchard et al., 2017).
 
     Its score is the mean of its n - f - 1 smallest squared distances to others.
     """

@@ -1,7 +1,7 @@
 """What lying clients send: one vector made from the honest ones, (h, d) -> (d,), the same for every liar.
 
 One table, `ATTACKS`. With h the honest mean and s the honest standard deviation of each coordinate. Attacks
-know everything that the honest clients send; the optimised ones also know the server's rule.
+know everything that the honest clients send; the optimized ones also know the server's rule.
 """
 
 import math

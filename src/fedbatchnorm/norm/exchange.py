@@ -113,7 +113,7 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
 def discard_step(model: nn.Module) -> None:
     """Drop what the last step added, as when a loss scaler finds an overflow and skips it.
 
-    A step is all passes since the optimiser changed the layer's weight or its gradient was cleared,
+    A step is all passes since the optimizer changed the layer's weight or its gradient was cleared,
     so micro-batches of gradient accumulation go together, and layers that the step did not run keep
     what they have. Where that cannot be seen (no trainable weight, torch.compile), and for a layer
     called several times before the first gradient, it is the last pass.
@@ -129,7 +129,7 @@ def discard_step(model: nn.Module) -> None:
     layers = federated_layers(model).values()
     states = [layer.step_is_open() for layer in layers]
     for layer, is_open in zip(layers, states, strict=True):
-        # A layer that the last step did not run was closed by the optimiser before.
+        # A layer that the last step did not run was closed by the optimizer before.
         if is_open is not False or True not in states:
             layer.discard_step()
         layer.close_step()

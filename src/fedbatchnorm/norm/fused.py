@@ -1,6 +1,6 @@
-"""Bias, ReLU, normalising with constants, ReLU, and measuring, as one operator: one pass over memory.
+"""Bias, ReLU, normalizing with constants, ReLU, and measuring, as one operator: one pass over memory.
 
-Federated BatchNorm normalises with shared running statistics, which are constants. So nothing has to be
+Federated BatchNorm normalizes with shared running statistics, which are constants. So nothing has to be
 known about a whole batch before its first value can be written, and what surrounds the layer goes along:
 
     u = z + shift;  x = relu(u) or u;  y = (x - mean) * rstd * weight + bias;  out = relu(y) or y
@@ -22,7 +22,7 @@ def relu_normalise(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
     *, eps: float, clients: int, before: bool, after: bool, share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Add a bias, cut off at zero, normalise with constants, cut off again, and measure: in one pass.
+    """Add a bias, cut off at zero, normalize with constants, cut off again, and measure: in one pass.
 
     Gradients flow to z, shift, weight and bias; not to mean and var, nor through what was measured.
 
@@ -37,13 +37,13 @@ def relu_normalise(
         bias: (c,) or None.
         eps: added to var.
         clients: how many clients share `z`.
-        before: whether a ReLU comes before normalising; what it gives is what is measured.
+        before: whether a ReLU comes before normalizing; what it gives is what is measured.
         after: whether a ReLU comes after.
         share: of BatchNorm's gradient, a number from 0 to 1 on the same device; None is 0.
 
     Returns:
         The output in z's type and in channels_last memory, and the mean and biased variance of each
-        client's normalisation input, (clients, c), in float32 or better.
+        client's normalization input, (clients, c), in float32 or better.
 
     Example:
         >>> z = torch.tensor([[-2.0], [3.0], [5.0], [5.0]])
@@ -126,7 +126,7 @@ Vectors = list[Tensor | None]  # shift, mean, var, weight, bias
 
 
 def _steps(z: Tensor, vectors: Vectors, eps: float, before: bool) -> tuple[Tensor, ...]:
-    """u, x, x normalised, y: each line of the formula, in float32 or better."""
+    """u, x, x normalized, y: each line of the formula, in float32 or better."""
     z = z.to(statistics_dtype(z))
     shift, mean, var, weight, bias = (None if v is None else over_channels(v.to(z.dtype), z) for v in vectors)
     u = z if shift is None else z + shift

@@ -369,7 +369,7 @@ def forward(
     z: Tensor, vectors: Sequence[Tensor | None], outputs: tuple[Tensor, Tensor, Tensor],
     *, eps: float, clients: int, before: bool, after: bool,
 ) -> None:  # fmt: skip
-    """Fill `outputs`: the normalised z, and each client's mean and variance."""
+    """Fill `outputs`: the normalized z, and each client's mean and variance."""
     out, mean, var = outputs
     channels = z.shape[1]
     rows = z.numel() // channels // clients

@@ -27,7 +27,7 @@ _PENDING = 64  # passes that are kept as they came before they are added up
 class FederatedBatchNorm(_BatchNorm):
     """What all federated layers share; use the 1d, 2d or 3d class, or `fedbatchnorm.convert`.
 
-    In training the input is normalised with the running statistics as constants (Algorithm 2,
+    In training the input is normalized with the running statistics as constants (Algorithm 2,
     line 3), its moments are added to what the round has seen, and the running statistics are left
     alone: they belong to the server. In evaluation it is torch's own BatchNorm.
 
@@ -115,7 +115,7 @@ class FederatedBatchNorm(_BatchNorm):
             self._seen_before = self._seen.clone()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise; in training also measure, unless activation checkpointing is recomputing."""
+        """Normalize; in training also measure, unless activation checkpointing is recomputing."""
         if not self.training or self._averaging:
             return super().forward(input)
         self._check_input_dim(input)
@@ -138,7 +138,7 @@ class FederatedBatchNorm(_BatchNorm):
         return y
 
     def step_is_open(self) -> bool | None:
-        """Whether the optimiser has left the weight alone since the last pass; None if unknown."""
+        """Whether the optimizer has left the weight alone since the last pass; None if unknown."""
         if not self._pending or self._pending[-1].version is None:
             return None
         return self._pending[-1].version == self._weight_version()
@@ -167,7 +167,7 @@ class FederatedBatchNorm(_BatchNorm):
         return [getattr(self, name) for name in _TENSORS]
 
     def _weight_version(self) -> int | None:
-        """A number that changes when the optimiser steps; None where nothing tells."""
+        """A number that changes when the optimizer steps; None where nothing tells."""
         weight = self.weight
         known = weight is not None and weight.requires_grad and weight.is_leaf
         return weight._version if known else None
@@ -176,7 +176,7 @@ class FederatedBatchNorm(_BatchNorm):
         """Keep a pass as it came; long lists are added up, so that a pass costs next to nothing.
 
         A pass begins a step if the weight has changed since the last one, or has no gradient yet:
-        not every optimiser can be seen to change it.
+        not every optimizer can be seen to change it.
         """
         begins = version is None or self.weight.grad is None
         if not self._pending:

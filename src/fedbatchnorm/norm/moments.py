@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 
 
 class Running(NamedTuple):
-    """One layer's shared statistics: what every client normalises with, and the server updates.
+    """One layer's shared statistics: what every client normalizes with, and the server updates.
 
     `tracked` counts the steps merged so far. A `momentum` of None averages over all of them.
     """
@@ -82,7 +82,7 @@ def normalise(
     gradient: float | Tensor = 0.0,
     limit: float | Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Normalise with the shared statistics as constants, and measure what came in (Algorithm 2).
+    """Normalize with the shared statistics as constants, and measure what came in (Algorithm 2).
 
     y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4). A share of
     BatchNorm's gradient may hold each client's mean and scale (`norm.gradient`); y does not depend on it. A
@@ -99,7 +99,7 @@ def normalise(
             most 2 (L - 1); None for no limit.
 
     Returns:
-        The normalised input, and Moments of shape (clients, c).
+        The normalized input, and Moments of shape (clients, c).
 
     Example:
         >>> y, seen = normalise(torch.tensor([[4.0], [8.0]]), Running(torch.zeros(1), torch.ones(1)))
@@ -139,7 +139,7 @@ def with_constants(
     if limit is not None and x.numel():
         assert seen is not None
         mean, var = limited(mean, var, seen.mean, seen.var, running.eps, limit)
-    # The kernel does not fuse with its neighbours, and mapped over clients it takes one type alone.
+    # The kernel does not fuse with its neighbors, and mapped over clients it takes one type alone.
     plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
     plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
     # A share in a tensor is not asked for its value: nobody waits for the device, and graphs stay whole.
@@ -161,7 +161,7 @@ def with_constants(
 def written_out(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """`with_constants` in operations that a compiler fuses with their neighbours.
+    """`with_constants` in operations that a compiler fuses with their neighbors.
 
     Vectors are (c,) or (clients, c).
     """

@@ -134,7 +134,7 @@ def client_gradients(
 
     Args:
         model: in training mode.
-        layers: its normalisation layers, started for the round.
+        layers: its normalization layers, started for the round.
         x: (h, batch, ...), the clients' inputs.
         y: (h, batch).
         chunk: clients at a time.

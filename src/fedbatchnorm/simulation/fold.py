@@ -1,7 +1,7 @@
 """BatchNorm layers for a pass that holds the batches of several clients, one after another.
 
 In distributed SGD all clients of a round share the same parameters, so the client axis exists inside the
-normalisation layers only. Folded into the batch, one forward and one backward compute the round for all.
+normalization layers only. Folded into the batch, one forward and one backward compute the round for all.
 """
 
 import functools
@@ -25,7 +25,7 @@ _MOST_FUSED = 65535  # clients in a pass: what one axis of a GPU's grid holds
 class FoldedNorm(_BatchNorm):
     """What every BatchNorm of a simulated model becomes; its state is BatchNorm's own.
 
-    In training it normalises as the round's phase says and remembers what each client measured. In
+    In training it normalizes as the round's phase says and remembers what each client measured. In
     evaluation it is BatchNorm.
     """
 
@@ -35,11 +35,11 @@ class FoldedNorm(_BatchNorm):
     seen: list[Moments | None]
     keep: Tensor | None = None  # which samples of a batch count, where it is filled up
     learned: tuple[str, ...] = ()  # parameters that the scheme has added
-    settings: Mapping[str, Setting]  # what the phase's way to normalise takes from the recipe
-    fused = False  # whether compiled passes normalise and measure as one operator
+    settings: Mapping[str, Setting]  # what the phase's way to normalize takes from the recipe
+    fused = False  # whether compiled passes normalize and measure as one operator
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise; in training, each client's part of the batch as the phase says."""
+        """Normalize; in training, each client's part of the batch as the phase says."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)

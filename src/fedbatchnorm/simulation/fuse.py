@@ -68,7 +68,7 @@ def fused_inductor(module: fx.GraphModule, example_inputs: list[Any]) -> Callabl
 
 
 def take_over_neighbours(graph: fx.Graph) -> int:
-    """Give each normalisation the ReLU beside it; returns how many took one over.
+    """Give each normalization the ReLU beside it; returns how many took one over.
 
     Args:
         graph: as torch.compile's front end makes it; changed in place.

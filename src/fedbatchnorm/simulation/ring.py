@@ -1,4 +1,4 @@
-"""Normalisation alone, without learning: the paper's Gaussian ring (section 3, figures 1 and 2)."""
+"""Normalization alone, without learning: the paper's Gaussian ring (section 3, figures 1 and 2)."""
 
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -15,10 +15,10 @@ from .schemes import PAPER, SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One scheme on the ring: every client normalises a fresh batch of its points in every round."""
+    """One scheme on the ring: every client normalizes a fresh batch of its points in every round."""
 
     scheme: str = "fbn"
-    """What clients normalise with, and what they share."""
+    """What clients normalize with, and what they share."""
     gamma: Annotated[float, Must("between 0 (each client its own classes) and 1 (iid)", ge=0, le=1)] = 0.0
     """The probability of a point to be of any class; otherwise it is of its client's own."""
     clients: Annotated[int, Must("at least 1", ge=1)] = 10
@@ -53,7 +53,7 @@ class Ring:
 class RingResult(NamedTuple):
     """What came out: the distance in each round, the last round's points, and the running statistics.
 
-    distance: (rounds,), mean Euclidean distance of the normalised points from the centralised ones.
+    distance: (rounds,), mean Euclidean distance of the normalized points from the centralized ones.
     points, normalised, centralised: (clients, points, 2); labels: (clients, points).
     mean, var: (2,).
     """
@@ -68,7 +68,7 @@ class RingResult(NamedTuple):
 
 
 def normalise_ring(config: Ring) -> RingResult:
-    """Run a scheme and centralised BatchNorm on the same points, side by side.
+    """Run a scheme and centralized BatchNorm on the same points, side by side.
 
     Example:
         >>> far, near = (normalise_ring(Ring(scheme=s, rounds=20)).distance[-1] for s in ("naive", "fbn"))
