@@ -1,4 +1,4 @@
-"""A tab of a headless Chromium, driven over the DevTools protocol: real mouse and touch events, real pictures."""
+"""A tab of a headless Chromium, driven over the DevTools protocol: mouse and touch events, pictures."""
 
 import base64
 import contextlib
@@ -42,7 +42,9 @@ class Tab:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
 
-    def open(self, page: Path, width: int = 1400, height: int = 1000, dark: bool = False, touch: bool = False):
+    def open(
+        self, page: Path, width: int = 1400, height: int = 1000, dark: bool = False, touch: bool = False
+    ):
         """Open a file in a window of this size."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
@@ -70,7 +72,10 @@ class Tab:
 
     def settle(self):
         """Wait until what was asked to be drawn has been drawn."""
-        self.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))")
+        self.value(
+            "new Promise((done) => requestAnimationFrame("
+            "() => requestAnimationFrame(() => setTimeout(done))))"
+        )
 
     def center(self, selector: str) -> tuple[float, float]:
         """Where the middle of an element is, once it has been scrolled to."""
@@ -103,7 +108,15 @@ class Tab:
 
     def press(self, key: str, times: int = 1):
         """Press a key, such as ArrowLeft."""
-        codes = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9}
+        codes = {
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+            "Home": 36,
+            "End": 35,
+            "Tab": 9,
+        }
         for _ in range(times):
             for kind in ("keyDown", "keyUp"):
                 code = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
@@ -149,9 +162,15 @@ def tab(chromium: ModuleType, folder: Path) -> Iterator[Tab]:
     """Start Chromium, with tests/report/chromium.py's flags, and end it with all its children."""
     to_browser, send = os.pipe()
     receive, from_browser = os.pipe()
-    # The browser reads its file 3 and writes its file 4. A shell puts them there, without code between fork and exec.
+    # The browser reads its file 3 and writes its file 4. A shell puts them there: no code runs between
+    # fork and exec.
     script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
-    command = [chromium.browser(), *chromium.FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}"]
+    command = [
+        chromium.browser(),
+        *chromium.FLAGS,
+        "--remote-debugging-pipe",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     process = subprocess.Popen(
         ["bash", "-c", script, "bash", *command],
         pass_fds=(to_browser, from_browser),
@@ -186,7 +205,13 @@ def main():
                 for dark in (False, True):
                     opened.open(page, width, dark=dark, touch=width < 500)
                     opened.picture(folder / f"{page.stem}-{width}-{'dark' if dark else 'light'}.png")
-                    print(page.stem, width, dark, opened.console, opened.value("document.documentElement.scrollWidth"))
+                    print(
+                        page.stem,
+                        width,
+                        dark,
+                        opened.console,
+                        opened.value("document.documentElement.scrollWidth"),
+                    )
 
 
 if __name__ == "__main__":

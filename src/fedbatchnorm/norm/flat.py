@@ -94,7 +94,7 @@ def numbers(tensors: Sequence[Tensor]) -> list[int]:
 
 def parts_of(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Each layer's part, as a copy in one operation: a view would be pickled with all layers' values."""
-    return tuple(torch.split_with_sizes_copy(values, list(sizes)))
+    return tuple(torch.split_with_sizes_copy(values, list(sizes)))  # pyrefly: ignore
 
 
 def split(flat: Flat, sizes: Sequence[int]) -> list[Moments]:

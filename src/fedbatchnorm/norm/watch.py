@@ -85,7 +85,8 @@ def _values(group: list[Any]) -> list[Tensor]:
         buffers = [layer._buffers for layer in group]
         flat = torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
         # Copies, for a view is pickled with all layers' values.
-        return list(torch.split_with_sizes_copy(flat, [2 * b["running_mean"].numel() for b in buffers]))
+        sizes = [2 * b["running_mean"].numel() for b in buffers]
+        return list(torch.split_with_sizes_copy(flat, sizes))  # pyrefly: ignore
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:
