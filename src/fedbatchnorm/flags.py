@@ -59,6 +59,7 @@ def field_texts(kind: type) -> dict[str, str]:
 def _topic(name: str, about: str, fields: list[str]) -> type:
     texts, types = field_texts(Run), get_type_hints(Run)
     defaults = {field.name: field.default for field in dataclasses.fields(Run)}
+    types |= {field: types[field] | None for field, default in defaults.items() if default is None}
     made = dataclasses.make_dataclass(
         name,
         [
