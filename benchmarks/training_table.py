@@ -216,6 +216,41 @@ def paper(result):
     return text + "\n" + table(["momentum", "lr", "gamma", *columns.values()], lines)
 
 
+HBN_NAMES = {"naive": "BatchNorm", "groupnorm": "GroupNorm", "layernorm": "LayerNorm", "fixbn": "FixBN"}
+HBN_NAMES |= {"hbn": "HBN", "fbn_in_hbn": "FBN in HBN's repository", "fbn": "FBN", "fbn_blend": "blend"}
+HBN_NAMES |= {"ours": "ours"}
+
+
+def hbn(result):
+    """A row for each scheme: the mean over the last rounds, and the best, by batch and split."""
+    rows = rows_of(result)
+    text, seeds = origin(result, cells_of(rows, lambda row: (row["batch"], row["alpha"])))
+    places = sorted({(row["batch"], -row["alpha"]) for row in rows})
+    found = {}
+    for row in rows:
+        place = found.setdefault((row["batch"], -row["alpha"]), {})
+        place.setdefault(row["column"], []).append((row["last"], row["best"]))
+    columns = {}
+    for place, cell in found.items():
+        last, best = ({c: [v[i] for v in values] for c, values in cell.items()} for i in (0, 1))
+        texts = zip(line(last, HBN_NAMES, seeds), line(best, HBN_NAMES, seeds), strict=True)
+        columns[place] = [NOT_RUN if a == NOT_RUN else f"{a} ({b})" for a, b in texts]
+    lines = [
+        [f"{name}", *(columns[place][i] for place in places)] for i, name in enumerate(HBN_NAMES.values())
+    ]
+    heads = [f"batch {batch}, Dirichlet {-alpha:g}" for batch, alpha in places]
+    text = text.replace("after the last round", "over the last 10 rounds, and the best of all in parentheses")
+    return text.replace("of a row", "of a column") + "\n" + table(["", *heads], lines)
+
+
+def resnets(result):
+    rows = rows_of(result)
+    cells = cells_of(rows, lambda row: row["lr"])
+    text, seeds = origin(result, cells)
+    lines = [[f"{rate:g}", *line(cell, NAMES, seeds)] for rate, cell in sorted(cells.items())]
+    return text + "\n" + table(["lr", *NAMES.values()], lines)
+
+
 def attacks(result):
     rows = rows_of(result)
     cells = cells_of(
@@ -343,6 +378,8 @@ SECTIONS = {
     "digits": digits,
     "steps": steps,
     "paper": paper,
+    "hbn": hbn,
+    "resnets": resnets,
     "attacks": attacks,
 }
 

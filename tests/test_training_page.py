@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("dynamics", "constant", "between", "digits", "steps", "paper", "attacks")
+SECTIONS = ("dynamics", "constant", "between", "digits", "steps", "paper", "hbn", "resnets", "attacks")
 OURS = {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True}
 MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 
@@ -135,6 +136,87 @@ def test_the_paper_s_recipe(page):
     ]
 
 
+def test_hbn_s_protocol_has_the_last_rounds_and_the_best(page):
+    where = {"batch": 4, "alpha": 0.6}
+    rows = [
+        run(0.5, "ours", **where, last=0.6, best=0.7),
+        run(0.5, "fbn_in_hbn", **where, last=0.2, best=0.8),
+        run(0.5, "ours", batch=50, alpha=0.6, last=0.3, best=0.4),
+    ]
+    text = page.hbn(study("hbn", rows))
+    assert cells(text, "") == ["", "batch 4, Dirichlet 0.6", "batch 50, Dirichlet 0.6"]
+    assert cells(text, "ours") == ["ours", "**60.0** (70.0)", "30.0 (40.0)"]
+    assert cells(text, "FBN in HBN's repository") == [
+        "FBN in HBN's repository",
+        "20.0 (**80.0**)",
+        "not run",
+    ]
+    assert "over the last 10 rounds" in text
+    assert "The best of a column is bold." in text
+
+
+def test_resnets_by_rate(page):
+    rows = [run(0.5, "ours", lr=0.1), run(0.6, "hbn", lr=0.1), run(0.7, "ours", lr=0.2)]
+    text = page.resnets(study("resnets", rows))
+    assert cells(text, "0.1")[-1] == "50.0"
+    assert cells(text, "0.2")[-1] == "70.0"
+    assert "**60.0**" in cells(text, "0.1")
+
+
+@pytest.fixture
+def training(page):
+    sys.modules.pop("training", None)
+    import training
+
+    return training
+
+
+def test_collecting_keeps_what_the_file_has_of_the_study(training, tmp_path):
+    configs = list(training.steps())[:3]
+    rows = [training.settings(c) | {"accuracy": 0.1 * i} for i, c in enumerate(configs[:2])]
+    del rows[1]["clip"], rows[1]["augment"]  # what all have in common is said once
+    foreign = rows[1] | {"lr": 9.0}
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(study("steps", [*rows, foreign], {"clip": 1.0})))
+    (tmp_path / "runs").mkdir()
+    training.collect(tmp_path / "runs", file, "steps", configs[1:])
+    found = json.loads(file.read_text())
+    assert [row["accuracy"] for row in found["rows"]] == [0.1]
+    assert found["missing"] == 1
+    assert found["environments"] == [["a machine", "2.0", "c0ffee-changed"]]
+
+
+def test_fbn_as_in_hbn_s_repository(training):
+    # Two clients with 3 and 1 samples in all, in batches: written out as the repository's loops do it.
+    torch.manual_seed(0)
+    batches = {0: [torch.randn(4, 1) + 2, torch.randn(4, 1)], 1: [torch.randn(4, 1) - 3]}
+    kept, sizes = [], torch.tensor([0.75, 0.25], dtype=torch.float64)
+    for own in batches.values():
+        state = training.Moments(*(torch.zeros(1, dtype=torch.float64) for _ in range(3)))
+        for x in own:
+            seen = training.Moments(4, x.mean(0).double(), x.var(0, correction=0).double())
+            state = training.mean_over_steps(state, seen, 0.1)
+        kept.append(state)
+    mean = sum(
+        share * sum(x.double().mean() for x in own) / len(own)
+        for share, own in zip(sizes, batches.values(), strict=True)
+    )
+    new_mean = 0.9 * 1.0 + 0.1 * mean
+    var = sum(
+        share
+        * (
+            sum(x.double().var(correction=0) for x in own) / len(own)
+            + (sum(x.double().mean() for x in own) / len(own) - new_mean) ** 2
+        )
+        for share, own in zip(sizes, batches.values(), strict=True)
+    )
+    rows = training.Moments(*(torch.stack(column) for column in zip(*kept, strict=True)))
+    one = torch.ones(1, dtype=torch.float64)
+    found = training.merge_about_new_mean(one, 2 * one, rows, sizes, 1.0, None)
+    torch.testing.assert_close(found[0].item(), new_mean.item(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1].item(), (0.9 * 2 + 0.1 * var).item(), rtol=1e-6, atol=0)
+
+
 def test_constant_shares(page):
     rows = [
         {"recipe": "a recipe", "split": "iid", "share": share, "seed": seed, "accuracy": accuracy}
@@ -148,10 +230,10 @@ def test_constant_shares(page):
 
 def test_a_page_without_results_says_so_and_one_without_marks_is_an_error(page, tmp_path):
     text = page.page(MARKS, tmp_path)
-    assert text.count("Not run.") == 7
+    assert text.count("Not run.") == len(SECTIONS)
     assert page.page(text, tmp_path) == text
     (tmp_path / "digits.json").write_text(json.dumps(study("digits", [run(0.5)])))
-    assert page.page(text, tmp_path).count("Not run.") == 6
+    assert page.page(text, tmp_path).count("Not run.") == len(SECTIONS) - 1
     with pytest.raises(ValueError, match="no marks for steps"):
         page.page(MARKS.replace("<!-- steps -->", ""), tmp_path)
 
