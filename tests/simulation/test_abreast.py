@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedbatchnorm.simulation import convolution, fuse
+from fedbatchnorm.simulation import convolution, fedavg, fuse, linear, models
 from fedbatchnorm.simulation.abreast import Abreast
 from fedbatchnorm.simulation.convolution import client_conv
+from fedbatchnorm.simulation.fold import fold
+from fedbatchnorm.simulation.linear import client_linear
+from fedbatchnorm.simulation.packing import Packing
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_fedavg import SETTINGS, assert_same, both
@@ -148,7 +151,117 @@ def test_patches_for_each_client(device, bias, inside):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def products(device, clients=3, batch=2, inside=5, outside=4, dtype=torch.float64):
+    """Samples, weights as they lie among a client's others, and an output's gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    flat = draw(clients, outside * inside + 5)
+    weight = flat[:, :-5].unflatten(1, (outside, inside))
+    return draw(clients, batch, inside), weight, draw(clients, batch, outside)
+
+
+def with_gradients_of_a_product(function, x, weight, gradient):
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    y = function(*leaves)
+    y.backward(gradient)
+    return [y, *(t.grad for t in leaves)]
+
+
+def linear_loop(x, weight):
+    return torch.stack([F.linear(part, w) for part, w in zip(x, weight, strict=True)])
+
+
+def test_a_linear_layer_for_each_client(device):
+    x, weight, gradient = products(device)
+    found = with_gradients_of_a_product(client_linear, x, weight, gradient)
+    for got, want in zip(found, with_gradients_of_a_product(linear_loop, x, weight, gradient), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    x, weight = x.requires_grad_(), weight.detach().requires_grad_()
+    torch.library.opcheck(client_linear, (x, weight))
+    torch.library.opcheck(linear._input_gradient, (gradient, weight.detach()))
+    torch.library.opcheck(linear._weight_gradient, (gradient, x.detach(), weight.detach()))
+    assert torch.autograd.gradcheck(client_linear, (x, weight))
+
+
+def test_a_linear_layer_in_bfloat16_has_weights_in_float32(device):
+    x, weight, gradient = products(device, dtype=torch.float32)
+    half = with_gradients_of_a_product(client_linear, x.bfloat16(), weight, gradient.bfloat16())
+    assert [t.dtype for t in half] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    for got, want in zip(half, with_gradients_of_a_product(linear_loop, x, weight, gradient), strict=True):
+        assert (got - want).norm() < 1e-2 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("clients", "batch", "inside", "outside"),
+    [(1, 1, 512, 16), (3, 5, 640, 48), (10, 50, 8192, 128), (50, 10, 12544, 128), (2, 128, 1024, 192)],
+)
+def test_linear_kernels_are_near_float64(dtype, clients, batch, inside, outside):
+    x, weight, gradient = products("cuda", clients, batch, inside, outside)
+    near = x.to(dtype), weight.float(), gradient.to(dtype)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert linear._kernels_take(near[0], near[1])
+        found = with_gradients_of_a_product(client_linear, *near)
+        again = with_gradients_of_a_product(client_linear, *near)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    want = with_gradients_of_a_product(linear_loop, near[0].double(), near[1].double(), near[2].double())
+    for got, exactly in zip(found, want, strict=True):
+        assert got.shape == exactly.shape
+        assert (got.double() - exactly).norm() < {torch.float32: 1e-3, torch.bfloat16: 1e-2}[
+            dtype
+        ] * exactly.norm()
+
+
+# Layouts.
+
+
+def test_vectors_for_a_gpu_are_aligned():
+    net = models.build("cnn", (3, 8, 8), 7, seed=0)
+    layers = fold(net, 0.1)
+    plain, aligned = Packing(net, layers, False), Packing(net, layers, True)
+    assert aligned.size % 16 == 0
+    assert (
+        aligned.size
+        > plain.size
+        == len(plain.order)
+        == len(aligned.order)
+        == len(set(aligned.order.tolist()))
+    )
+    flat = torch.zeros(2, aligned.size)
+    views = aligned.views(flat)
+    assert all((view.storage_offset() % 16, view.stride(0) % 16) == (0, 0) for view in views)
+    for view, p in zip(views, net.parameters(), strict=True):
+        view.copy_(p.detach())
+    want = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(flat[:, aligned.order], torch.stack([want, want]))
+    flat[:, aligned.order] = 0
+    assert not flat.any()  # nothing lies in between
+
+
 # Rounds.
+
+
+@pytest.mark.parametrize("setting", ["everything", "kept adam", "steps"])
+@pytest.mark.parametrize("scheme", ["fbn", "fedbn", "fedtan"])
+def test_rounds_with_aligned_vectors(scheme, setting, monkeypatch):
+    """As on a GPU: with room between parameters, and convolutions' weights channels_last."""
+    monkeypatch.setattr(fedavg, "Packing", lambda model, layers, _: Packing(model, layers, True))
+    model = "cnn" if setting == "steps" else "mlp"
+    simulation, twin, *_ = abreast(scheme, model, **SETTINGS[setting])
+    assert simulation.algorithm.packing.size > len(simulation.algorithm.packing.order)
+    both(simulation, twin, 3)
+    assert_same(simulation, twin)
+    state = simulation.state()
+    simulation.algorithm.load_state({name: value.clone() for name, value in state.items()})
+    for name, value in simulation.state().items():
+        assert torch.equal(value, state[name])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -185,7 +185,7 @@ def first_step_abreast(
     weights = keep / sizes.to(rows.weights.dtype)
     arguments = x, federation.data.train.y[chosen], len(x), machine.half, stacked, weights
     gradients, losses = client_gradients(federation.model, layers, *arguments)
-    flat, how = torch.empty_like(gradients), Local.of(recipe)
+    flat, how = torch.zeros_like(rows.weights), Local.of(recipe)
     flat[:, packing.order] = gradients
     for i, row in enumerate(rows.weights):
         local_step(row, flat[i], rows.state[i], rows.taken[i], row.clone(), rate, how)

@@ -131,7 +131,7 @@ def _product(x: Tensor, w: Tensor, y: Tensor, flip: bool) -> None:
     clients, o, _, c = w.shape
     height, width = x.shape[2:]
     rows = x.shape[0] // clients * height * width
-    columns, depth = _factor(o, 128), _factor(c, 128 // x.itemsize)  # 128 bytes of a row at a time
+    columns, depth = factor(o, 128), factor(c, 128 // x.itemsize)  # 128 bytes of a row at a time
     with torch.cuda.device_of(x):
         _convolve[triton.cdiv(rows, _PIXELS) * (o // columns), clients](
             x, w, y, rows, *w.stride(), height, width, c, o, flip, _PIXELS, columns, depth,
@@ -144,7 +144,7 @@ def weight_gradient(g: Tensor, x: Tensor, dw: Tensor) -> None:
     clients, o, _, _, c = dw.shape
     height, width = x.shape[2:]
     rows = x.shape[0] // clients * height * width
-    bm, bn, bk = _factor(o, 64), _factor(c, 64), 128 // x.itemsize
+    bm, bn, bk = factor(o, 64), factor(c, 64), 128 // x.itemsize
     # float32 comes with the wrong axis last for the newest instructions, which are for four warps: two make
     # Triton take the ones before.
     warps, programs = (2, 396) if x.dtype == torch.float32 else (4, 264)
@@ -156,17 +156,23 @@ def weight_gradient(g: Tensor, x: Tensor, dw: Tensor) -> None:
         _correlate[parts, runs, clients](
             g, x, partials, rows, run, height, width, c, o, bm, bn, bk, num_warps=warps, num_stages=3
         )
-        if runs > 1:
-            _add_up[triton.cdiv(dw.numel(), _ADDED),](
-                partials, dw, dw.numel(), runs, BLOCK=_ADDED, num_warps=4
-            )
+    if runs > 1:
+        add_up(partials, dw)
 
 
-def _factor(channels: int, most: int) -> int:
+def add_up(partials: Tensor, out: Tensor) -> None:
+    """Fill out with the sum of partials (runs, *out.shape), added up in float32."""
+    with torch.cuda.device_of(out):
+        _add_up[triton.cdiv(out.numel(), _ADDED),](
+            partials, out, out.numel(), len(partials), BLOCK=_ADDED, num_warps=4
+        )
+
+
+def factor(channels: int, most: int) -> int:
     """The largest power of two that divides the channels, up to `most`.
 
     Example:
-        >>> _factor(192, 128), _factor(48, 128), _factor(512, 128)
+        >>> factor(192, 128), factor(48, 128), factor(512, 128)
         (64, 16, 128)
     """
     return min(channels & -channels, most)

@@ -7,19 +7,24 @@ from torch import Tensor, nn
 
 from .fold import FoldedNorm
 
+_ALIGNED = 16  # numbers: a GPU reads several at once where they lie at multiples of it
+
 
 class Packing:
     """Where each parameter that is trained, and each layer's statistics, lie in flat vectors.
 
-    Weights of convolutions lie channels_last where a GPU wants them so.
+    For a GPU weights of convolutions lie channels_last, and every parameter starts, and the vector ends, at a
+    multiple of 16. What lies between them is zero and belongs to nobody.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, FoldedNorm], channels_last: bool):
+    def __init__(self, model: nn.Module, layers: Mapping[str, FoldedNorm], for_gpu: bool):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self._shapes = [tuple(p.shape) for _, p in named]
-        self._channels_last = channels_last
-        self.size = sum(p.numel() for _, p in named)
+        self._channels_last = for_gpu
+        aligned = _ALIGNED if for_gpu else 1
+        self._lengths = [-(-p.numel() // aligned) * aligned for _, p in named]
+        self.size = sum(self._lengths)
         self.channels = [layer.num_features for layer in layers.values()]
         self._layers = list(layers)
         # Where in a flat vector each value lies, in the order of the parameters.
@@ -30,10 +35,8 @@ class Packing:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of flat vectors (..., d), in its shape (..., *shape)."""
         found = []
-        for part, shape in zip(
-            flat.split([torch.Size(s).numel() for s in self._shapes], -1), self._shapes, strict=True
-        ):
-            lead = flat.shape[:-1]
+        for part, shape in zip(flat.split(self._lengths, -1), self._shapes, strict=True):
+            lead, part = flat.shape[:-1], part[..., : torch.Size(shape).numel()]
             if self._channels_last and len(shape) == 4:
                 o, i, h, w = shape
                 found.append(part.view(*lead, o, h, w, i).movedim(-1, -3))

@@ -15,6 +15,7 @@ from .convolution import client_conv, fits_kernels
 from .device import Machine
 from .federation import Federation
 from .fold import FoldedNorm
+from .linear import client_linear
 from .normalizers import with_frozen, with_own_batch, with_shared
 from .packing import Packing
 from .schemes import Phase, Scheme
@@ -38,11 +39,13 @@ class StackedConv2d(nn.Conv2d):
 class StackedLinear(nn.Linear):
     """Linear layers with weight (clients, O, I) and bias (clients, O)."""
 
+    in_bfloat16 = False  # as above
+
     def forward(self, input: Tensor) -> Tensor:
         """(clients * batch, ..., I) -> (clients * batch, ..., O)."""
         rows = input.reshape(len(self.weight), -1, input.shape[-1])
-        turned = self.weight.mT
-        y = torch.bmm(rows, turned) if self.bias is None else torch.baddbmm(self.bias[:, None], rows, turned)
+        y = client_linear(rows.bfloat16() if self.in_bfloat16 else rows, self.weight)
+        y = y if self.bias is None else y + self.bias[:, None].to(y.dtype)
         return y.view(*input.shape[:-1], -1)
 
 
@@ -72,7 +75,7 @@ def stacked(model: nn.Module, half: bool = False) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         layer.__class__ = _STACKED.get(type(layer), type(layer))  # pyrefly: ignore
-        if isinstance(layer, StackedConv2d):
+        if isinstance(layer, StackedConv2d | StackedLinear):
             layer.in_bfloat16 = half
     return model
 
