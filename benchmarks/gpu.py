@@ -1,4 +1,4 @@
-"""Rounds on a GPU: folded FBN against plain centralised BatchNorm, a loop over clients, and the machine.
+"""Rounds on a GPU: folded FBN against plain centralized BatchNorm, a loop over clients, and the machine.
 
     python benchmarks/gpu.py                 # ms per round of every way, in one run
     python benchmarks/gpu.py --profile       # and what an FBN round's time goes to
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import result
-from round import Centralised, Loop, dataset
+from round import Centralized, Loop, dataset
 
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.device import (
@@ -40,8 +40,8 @@ CONVOLUTIONS = [(3, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16)]  # cha
 DENSE = [(8192, 128), (128, 10)]
 
 
-class PlainCompiled(Centralised):
-    """A centralised step with torch's BatchNorm, compiled and captured as the simulator does its rounds."""
+class PlainCompiled(Centralized):
+    """A centralized step with torch's BatchNorm, compiled and captured as the simulator does its rounds."""
 
     def __init__(self, model, data, parts, recipe, device):
         super().__init__(model.to(memory_format=torch.channels_last), data, parts, recipe, device)
@@ -80,7 +80,7 @@ class OneByOne(Loop):
             super().round()
 
 
-class PlainEager(Centralised):
+class PlainEager(Centralized):
     """Plain PyTorch on the merged batch, with TF32."""
 
     def round(self):
@@ -142,9 +142,9 @@ def contenders():
         "FBN, TF32, eager": lambda: made(Simulation, engine="eager"),
         "naive, TF32": lambda: made(Simulation, recipe={"scheme": "naive"}),
         "naive, bf16": lambda: made(Simulation, recipe={"scheme": "naive"} | bf16),
-        "centralised, plain PyTorch, TF32, eager": lambda: made(PlainEager),
-        "centralised, plain PyTorch, TF32, compiled and captured": lambda: made(PlainCompiled),
-        "centralised, plain PyTorch, bf16, compiled and captured": lambda: made(PlainCompiled, recipe=bf16),
+        "centralized, plain PyTorch, TF32, eager": lambda: made(PlainEager),
+        "centralized, plain PyTorch, TF32, compiled and captured": lambda: made(PlainCompiled),
+        "centralized, plain PyTorch, bf16, compiled and captured": lambda: made(PlainCompiled, recipe=bf16),
         "clients one after another, TF32, eager": lambda: made(OneByOne),
         "FBN, 7 honest and 3 liars, NNM and median, TF32": lambda: made(Simulation, recipe=robust),
         "FBN, gradients of each client and NNM and median, TF32": lambda: made(
@@ -287,7 +287,7 @@ def rounds_of_every_way(args):
         + ", ".join(f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in peaks.items())
     )
     found, times = compare(args.turns, args.rounds)
-    plain = {kind: found[f"centralised, plain PyTorch, {kind}, compiled and captured"] for kind in peaks}
+    plain = {kind: found[f"centralized, plain PyTorch, {kind}, compiled and captured"] for kind in peaks}
     for name, ms in found.items():
         kind = "bf16" if "bf16" in name else "TF32"
         share = operations() / (ms / 1e3) / peaks[kind]

@@ -4,7 +4,7 @@
     contender.round()
 
 It is set up as in pfl's own benchmark on CIFAR-10, and wherever pfl leaves a choice, the faster one is made:
-normalised images are on the device from the start, a user's dataset is made once and keeps its batches, there
+normalized images are on the device from the start, a user's dataset is made once and keeps its batches, there
 is no privacy mechanism, no callback, no evaluation, and nobody reads metrics. pfl itself stays as it is.
 
 Two things to know: pfl never shuffles a user's samples, and it averages parameters but not buffers, so that
@@ -93,7 +93,7 @@ class Pfl:
     """One FedAvg round of pfl after another: a cohort of users, local SGD, and the mean of what they learned.
 
     Args:
-        model: gives scores for normalised inputs; a copy of it is trained, `network`.
+        model: gives scores for normalized inputs; a copy of it is trained, `network`.
         data: a `Dataset`; `parts` has the indices of each user's samples in `data.train`.
         cohort: users in a round.
         batch: samples in a local step, in the order of `parts`; None takes all of a user's.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fedbatchnorm.report.figures import COLOURS, LINES, MARKERS, styled, svg
+from fedbatchnorm.report.figures import COLORS, LINES, MARKERS, styled, svg
 from fedbatchnorm.simulation.schemes import SCHEMES
 
 
@@ -17,16 +17,16 @@ def flower(results: Path) -> Figure:
     result = json.loads((results / "flower-cpu.json").read_text())
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
-    for name, label, colour, marker in (
-        ("FBN", "FedAvg, federated BatchNorm", COLOURS[1], "o"),
-        ("FedAvg", "FedAvg, plain BatchNorm", COLOURS[3], "D"),
+    for name, label, color, marker in (
+        ("FBN", "FedAvg, federated BatchNorm", COLORS[1], "o"),
+        ("FedAvg", "FedAvg, plain BatchNorm", COLORS[3], "D"),
     ):
         rounds = [int(r) for r in result["rows"][0][name]]
         curves = [[100 * row[name][str(r)] for r in rounds] for row in result["rows"]]
         for curve in curves:
-            axis.plot(rounds, curve, color=colour, linewidth=0.7, alpha=0.5)
+            axis.plot(rounds, curve, color=color, linewidth=0.7, alpha=0.5)
         middle = [statistics.median(values) for values in zip(*curves, strict=True)]
-        axis.plot(rounds, middle, color=colour, marker=marker, markersize=3, linewidth=1.8, label=label)
+        axis.plot(rounds, middle, color=color, marker=marker, markersize=3, linewidth=1.8, label=label)
     simulated = 100 * statistics.fmean(row["simulator"] for row in result["rows"])
     axis.axhline(
         simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
@@ -51,7 +51,7 @@ def growth(results: Path) -> Figure:
             axis.plot(
                 [row["clients"] for row in mine],
                 [read(row) for row in mine],
-                color=COLOURS[i],
+                color=COLORS[i],
                 marker=MARKERS[i],
                 linestyle=LINES[i],
                 markersize=4,
@@ -82,7 +82,7 @@ def schemes(results: Path) -> Figure:
             axis.plot(
                 [statistics.fmean(values) for values in found.values()],
                 [names.index(name) for name in found],
-                color=COLOURS[i + 1],
+                color=COLORS[i + 1],
                 marker=MARKERS[i],
                 linestyle="",
                 markersize=6,

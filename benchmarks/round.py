@@ -1,4 +1,4 @@
-"""A whole federated round: the simulator against clients one after another and a centralised step.
+"""A whole federated round: the simulator against clients one after another and a centralized step.
 
     python benchmarks/round.py            # CPU
     python benchmarks/round.py --device cuda
@@ -49,38 +49,38 @@ class Loop:
             parts,
             recipe,
         )
-        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.99, dampening=0.99)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.99, dampening=0.99)
         self.shared, self.step = fbn.statistics(self.model), 0
 
     def round(self):
         self.model.train()
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         updates = []
         for index in draw(self.parts, self.recipe.batch, stream(0, "batches", self.step)):
             x, y = self.data.inputs(self.data.train.x[index]), self.data.train.y[index]
             fbn.load_statistics(self.model, self.shared)
             (F.cross_entropy(self.model(x), y) / CLIENTS).backward()
             updates.append(fbn.collect(self.model))
-        self.optimiser.step()
+        self.optimizer.step()
         self.shared = fbn.merge(self.shared, updates).statistics
         self.step += 1
 
 
-class Centralised:
+class Centralized:
     """Plain PyTorch on the merged batch, with torch's own BatchNorm."""
 
     def __init__(self, model, data, parts, recipe, device):
         self.model, self.data, self.parts, self.recipe = model.to(device), data.to(device), parts, recipe
-        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.99, dampening=0.99)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.99, dampening=0.99)
         self.step = 0
 
     def round(self):
         self.model.train()
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         index = draw(self.parts, self.recipe.batch, stream(0, "batches", self.step)).ravel()
         x, y = self.data.inputs(self.data.train.x[index]), self.data.train.y[index]
         F.cross_entropy(self.model(x), y).backward()
-        self.optimiser.step()
+        self.optimizer.step()
         self.step += 1
 
 
@@ -97,8 +97,8 @@ def contenders(name, shape, batch, device):
         "FBN, one client a pass": made(Simulation, chunk=1),
         "FBN, a plain loop over clients": made(Loop),
         "naive, simulator": made(Simulation, "naive"),
-        "centralised, simulator": made(Simulation, "centralized"),
-        "centralised, plain PyTorch": made(Centralised),
+        "centralized, simulator": made(Simulation, "centralized"),
+        "centralized, plain PyTorch": made(Centralized),
     }
 
 
@@ -157,10 +157,10 @@ def main():
         print(f"\n{case} ({rounds} rounds)")
         for key, value in row["ms"].items():
             loop, plain = (
-                value / row["ms"][k] for k in ("FBN, a plain loop over clients", "centralised, plain PyTorch")
+                value / row["ms"][k] for k in ("FBN, a plain loop over clients", "centralized, plain PyTorch")
             )
             print(
-                f"  {key:<32} {value:>10.2f} ms   {loop:>5.2f} x the loop   {plain:>5.2f} x plain centralised"
+                f"  {key:<32} {value:>10.2f} ms   {loop:>5.2f} x the loop   {plain:>5.2f} x plain centralized"
             )
         if args.device == "cpu":
             row["outside"] = overhead(found["FBN, simulator"], max(3, rounds // 3))

@@ -46,7 +46,7 @@ ROUNDS = """
 
 `python benchmarks/round.py` measures it on your machine. The loop is what one would write with the library
 and no simulator: the clients' forward and backward one after another, `collect`, `merge`. Plain PyTorch is a
-centralised step on the merged batch with torch's own BatchNorm and SGD. On a CPU the simulator puts as many
+centralized step on the merged batch with torch's own BatchNorm and SGD. On a CPU the simulator puts as many
 clients into a pass as fit the cache: for the large network that is one, and the round takes what the loop
 takes; for the small one it is all of them. In default settings the C library gives the memory of large
 activations back and faults it in anew, which is why whole batches of 500 take longer than ten of 50.
@@ -59,10 +59,10 @@ ON_A_GPU = """
 
 10 clients with 50 images each and the paper's network; `python benchmarks/gpu.py` measures it on your
 machine. On a CUDA GPU the simulator compiles its passes and replays a whole round as a CUDA graph. Plain
-centralised is torch's own BatchNorm on the merged batch, compiled and captured in the same way, with the same
+centralized is torch's own BatchNorm on the merged batch, compiled and captured in the same way, with the same
 rewriting of the first convolution and of flattening; pooling is rewritten where it stands beside fused FBN,
-since elsewhere that is slower. Most of FBN's lead is that it normalises with constants: bias, ReLU,
-normalisation and statistics are one pass over memory forward and one backward. byzfl 0.0.11,
+since elsewhere that is slower. Most of FBN's lead is that it normalizes with constants: bias, ReLU,
+normalization and statistics are one pass over memory forward and one backward. byzfl 0.0.11,
 as its users run it, was measured once at 42.9 ms on the same kind of GPU; it is not installed where this was
 measured, so that column compares two runs. Per cent of peak is the round's arithmetic against the matrix
 product of the same machine and precision.
@@ -129,7 +129,7 @@ RULES = """
 
 Each rule over straightforward numpy that goes client by client: below 1 ours is faster. Checks of what was
 sent are part of ours, and show in the smallest sizes and the plain mean. f is the largest that n allows.
-Beyond its result, nearest-neighbour mixing takes the memory of a matrix (n, n) and a block of columns.
+Beyond its result, nearest-neighbor mixing takes the memory of a matrix (n, n) and a block of columns.
 `python benchmarks/rules.py` measures it on your machine.
 """
 
@@ -211,10 +211,10 @@ def federated_rounds(result):
     text = origin(result, "")
     for row in result["rows"]:
         ms = row["ms"]
-        loop, plain = ms["FBN, a plain loop over clients"], ms["centralised, plain PyTorch"]
+        loop, plain = ms["FBN, a plain loop over clients"], ms["centralized, plain PyTorch"]
         rows = [[k, f"{v:.2f}", f"{v / loop:.2f}", f"{v / plain:.2f}"] for k, v in ms.items()]
         text += f"{row['case']} ({row['rounds']} rounds):\n\n"
-        text += table(["way", "ms", "over the loop", "over plain centralised"], rows) + "\n"
+        text += table(["way", "ms", "over the loop", "over plain centralized"], rows) + "\n"
         if "outside" in row:
             share = f"{100 * row['outside']:.1f}%"
             text += (
@@ -237,7 +237,7 @@ def gpu_rounds(result):
     rows = []
     for name, value in ms.items():
         kind = "bf16" if "bf16" in name else "TF32"
-        plain = ms[f"centralised, plain PyTorch, {kind}, compiled and captured"]
+        plain = ms[f"centralized, plain PyTorch, {kind}, compiled and captured"]
         share = result["operations"] / (value / 1e3) / peaks[kind]
         rows.append(
             [name, f"{value:.2f}", f"{value / plain:.2f}", f"{BYZFL / value:.1f}", f"{100 * share:.0f}%"]
@@ -245,7 +245,7 @@ def gpu_rounds(result):
     header = [
         "way",
         "ms",
-        "over plain centralised, compiled and captured",
+        "over plain centralized, compiled and captured",
         "byzfl's 42.9 ms over it",
         "of peak",
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from table import per_cent, table, write_or_check
 
-from fedbatchnorm.report.figures import COLOURS, LINES, styled, svg
+from fedbatchnorm.report.figures import COLORS, LINES, styled, svg
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGE = ROOT / "docs" / "training.md", ROOT / "docs" / "images" / "dynamics.svg"
@@ -324,7 +324,7 @@ def dynamics(result):
         for i, name in enumerate(CONTENDERS):
             curves = [read(r) for r in rows if (r["split"], r["contender"]) == (split, name)]
             middle = [middle_of(values) for values in zip(*curves, strict=True)]
-            style = {"color": COLOURS[i], "linestyle": LINES[i], "linewidth": 1.6}
+            style = {"color": COLORS[i], "linestyle": LINES[i], "linewidth": 1.6}
             axis.plot(range(1, 1 + len(middle)), middle, label=CONTENDERS[name], **style)
 
     for axis, split in zip(panels[0], splits, strict=True):

@@ -82,7 +82,7 @@ def test_report_draws_what_has_run(capsys, tmp_path):
 def test_reproduce_runs_a_figure_and_draws_it(capsys, tmp_path):
     status, out, _ = call(capsys, "reproduce", "fig2", "--seeds", "1", "--device", "cpu")
     assert status == 0
-    assert "mean distance of the normalised points" in out
+    assert "mean distance of the normalized points" in out
     assert (tmp_path / "runs/report/fig2.png").exists()
 
 
@@ -259,7 +259,7 @@ def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_shows_what_it_promises(capsys, tmp_path):
-    """At gamma 0 FBN is within 1.5 points of centralised training, and naive at least 15 below."""
+    """At gamma 0 FBN is within 1.5 points of centralized training, and naive at least 15 below."""
     status, out, _ = call(capsys, "demo")
     assert status == 0
     row = re.search(r"^  0  +(.*)$", out[out.index("final test accuracy") :], re.MULTILINE).group(1)

@@ -97,7 +97,7 @@ Values are rows, one array per point with a number for each channel; means and v
     return rows.filter((x, i) => nearest(x) === labels[i]).length / rows.length;
   }
 
-  /** The mean Euclidean distance of points from where they should be (simulation.ring.normalise_ring). */
+  /** The mean Euclidean distance of points from where they should be (simulation.ring.normalize_ring). */
   function meanDistance(rows, others) {
     let sum = 0;
     rows.forEach((x, i) => (sum += Math.sqrt(squaredDistance(x, others[i]))));

@@ -18,11 +18,13 @@ from .norm.layers import (
     FederatedSyncBatchNorm,
 )
 from .norm.messages import Sums, Update, from_sums, to_sums
-from .norm.moments import Moments, Running, normalise
+from .norm.moments import Moments, Running, normalize
 from .norm.registry import register
 from .norm.wire import FormatError, from_bytes, to_bytes
 
 __version__ = "0.1.0"
+
+normalise = normalize  # its name in the first release
 
 __all__ = [
     "ConversionError",
@@ -51,7 +53,7 @@ __all__ = [
     "load_statistics",
     "merge",
     "next_gradient",
-    "normalise",
+    "normalize",
     "register",
     "revert",
     "set_gradient",

@@ -106,7 +106,7 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
     """See in about a minute why BatchNorm fails in federated learning, and FBN does not.
 
     Trains a small network on scikit-learn's digits with all four schemes, at three levels of heterogeneity,
-    and normalises the paper's Gaussian ring (figures 1 and 2). Nothing is downloaded. Ends with a table and
+    and normalizes the paper's Gaussian ring (figures 1 and 2). Nothing is downloaded. Ends with a table and
     the path of a report to open in a browser.
 
     Args:
@@ -118,9 +118,9 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
     _run(configs, Where(out=out, device="cpu", quiet=quiet))
     missing = _tables([out], configs)
     print(
-        "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalises\n"
+        "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalizes\n"
         "by its own digit, and the averaged variance misses what lies between clients. FBN shares\n"
-        "statistics that are those of the union, and stays with centralised training."
+        "statistics that are those of the union, and stays with centralized training."
     )
     _report([out])
     _expect_none(missing, len(configs))
@@ -462,7 +462,7 @@ def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> int:
     _name(left_out, allowed=True)
     results = [r for r in found if r.name in wanted]
     for ring in rings(results):
-        print("\nGaussian ring: mean distance of the normalised points from the centralised ones")
+        print("\nGaussian ring: mean distance of the normalized points from the centralized ones")
         _print_table(*ring_table(ring))
     for group in comparisons(results):
         print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")

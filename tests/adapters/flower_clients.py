@@ -51,14 +51,14 @@ def client_app(size=lambda node: 6, steps=1, lr=0.05, seen=None, spoil=None, mak
                     hooks.append(
                         layer.register_forward_pre_hook(lambda m, x, into=into: into.append(x[0].detach()))
                     )
-        optimiser = torch.optim.SGD(model.parameters(), lr=lr)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         for _ in range(steps):
             at = rounds[node] = rounds.get(node, -1) + 1
             x, y = batch(node, at, size(node))
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            optimiser.step()
+            optimizer.step()
         answer = reply(model, message, {"num-examples": size(node), "loss": loss.item()}, steps=steps)
         return spoil(node, answer) if spoil else answer
 

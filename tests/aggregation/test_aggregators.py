@@ -24,7 +24,7 @@ from fedbatchnorm.aggregation.aggregators import (
 )
 from fedbatchnorm.aggregation.attacks import ATTACKS, attack, plain_name
 from fedbatchnorm.aggregation.defenses import defense
-from fedbatchnorm.aggregation.mixing import MIXING, bucketing, clipping, nearest_neighbours
+from fedbatchnorm.aggregation.mixing import MIXING, bucketing, clipping, nearest_neighbors
 
 ORACLE = np.load(Path(__file__).parent / "byzfl-0.0.11.npz")
 CASES = sorted({key.partition("/")[0] for key in ORACLE.files})
@@ -55,8 +55,8 @@ def test_equal_to_byzfl_by_value(case):
         "fall_of_empires_tau2": lies.fall_of_empires(honest, 2.0),
         "a_little_is_enough_tau1_5": lies.a_little_is_enough(honest, 1.5),
         "mimic_0": lies.mimic(honest, 0),
-        "optimal_fall_of_empires_nnm_trimmed_mean": lies.optimised(lies.fall_of_empires, honest, f, rule),
-        "optimal_a_little_is_enough_nnm_trimmed_mean": lies.optimised(
+        "optimal_fall_of_empires_nnm_trimmed_mean": lies.optimized(lies.fall_of_empires, honest, f, rule),
+        "optimal_a_little_is_enough_nnm_trimmed_mean": lies.optimized(
             lies.a_little_is_enough, honest, f, rule
         ),
     }
@@ -194,7 +194,7 @@ def test_mean_refuses_what_is_not_finite():
         mean(rows, 1)
 
 
-def slow_neighbours(rows, f):
+def slow_neighbors(rows, f):
     out = []
     for x in rows:
         ranked = sorted(rows, key=lambda y, x=x: float((x - y).square().sum()))
@@ -204,23 +204,23 @@ def slow_neighbours(rows, f):
 
 @pytest.mark.parametrize(("n", "f", "d"), [(1, 0, 3), (5, 2, 4), (10, 3, 40), (21, 9, 7)])
 @pytest.mark.parametrize("block", [None, 1, 8, 50])
-def test_nearest_neighbours_equal_a_plain_loop(n, f, d, block, monkeypatch):
+def test_nearest_neighbors_equal_a_plain_loop(n, f, d, block, monkeypatch):
     if block is not None:
         monkeypatch.setattr("fedbatchnorm.aggregation.aggregators._BLOCK", block)
     rows = sample(n, d, seed=n)
-    torch.testing.assert_close(nearest_neighbours(rows, f), slow_neighbours(rows, f))
+    torch.testing.assert_close(nearest_neighbors(rows, f), slow_neighbors(rows, f))
 
 
-def test_nearest_neighbours_need_no_memory_to_speak_of():
+def test_nearest_neighbors_need_no_memory_to_speak_of():
     """Beyond input and output: a matrix (n, n) and a block, however long the rows are."""
     code = """
 import resource, torch
-from fedbatchnorm.aggregation.mixing import nearest_neighbours
+from fedbatchnorm.aggregation.mixing import nearest_neighbors
 torch.set_num_threads(1)
-nearest_neighbours(torch.randn(20, 1000), 5)
+nearest_neighbors(torch.randn(20, 1000), 5)
 rows = torch.randn(20, 1_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-out = nearest_neighbours(rows, 5)
+out = nearest_neighbors(rows, 5)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) * 1024 / (rows.numel() * rows.element_size()))
 """
@@ -262,8 +262,8 @@ def test_centred_clipping_by_hand():
     rows = torch.tensor([[3.0, 4.0], [0.0, 50.0], [0.0, 0.0]], dtype=torch.float64)
     clipped = torch.tensor([[3.0, 4.0], [0.0, 10.0], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(centred_clipping(rows, 1, radius=10.0), clipped.mean(0))
-    centre = torch.tensor([0.0, 50.0], dtype=torch.float64)
-    moved = centred_clipping(rows, 1, centre=centre, radius=1e9)
+    center = torch.tensor([0.0, 50.0], dtype=torch.float64)
+    moved = centred_clipping(rows, 1, center=center, radius=1e9)
     torch.testing.assert_close(moved, rows.mean(0))
 
 

@@ -45,8 +45,8 @@ def test_the_ring_lies_where_the_paper_puts_it():
     for i in range(10):
         own = x[y == i]
         angle = 2 * math.pi * i / 10
-        centre = torch.tensor([10 * math.cos(angle), 10 * math.sin(angle)])
-        torch.testing.assert_close(own.mean(0), centre, atol=0.05, rtol=0)
+        center = torch.tensor([10 * math.cos(angle), 10 * math.sin(angle)])
+        torch.testing.assert_close(own.mean(0), center, atol=0.05, rtol=0)
         torch.testing.assert_close(own.T.cov(), torch.eye(2), atol=0.05, rtol=0)
 
 

@@ -138,7 +138,7 @@ def test_a_configuration_survives_json(config):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"kind": "training", "colour": 1}, "unknown fields in a configuration: 'colour'"),
+        ({"kind": "training", "color": 1}, "unknown fields in a configuration: 'color'"),
         ({"kind": "other"}, "its kind must be one of training, ring"),
         ([], "not a configuration"),
         ({"kind": "training", "rounds": "300"}, "rounds is '300'"),

@@ -219,7 +219,7 @@ def test_a_hostile_record_is_damage(tmp_path):
     whole = json.loads((path / "config.json").read_text())
     for own in (
         [],
-        {"colour": {}},
+        {"color": {}},
         {"scheme": 5},
         {"scheme": {"value": "x"}},
         {"scheme": {"source": "x"}},

@@ -77,16 +77,16 @@ def test_precision(dtype, offset, clients, layout):
 
 def test_a_loss_scaler_that_skips_a_step():
     model = net().cuda()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14)
     for seed, blow_up in ((0, False), (1, True), (2, False)):
         with torch.autocast("cuda", dtype=torch.float16):
             loss = model(images(seed=seed).cuda()).square().mean() * (1e30 if blow_up else 1.0)
         scaler.scale(loss).backward()
         before = scaler.get_scale()
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         skipped = scaler.get_scale() < before
         assert skipped == blow_up
         if skipped:
@@ -124,15 +124,15 @@ def test_compiled_precision(layout, offset):
 @pytest.mark.parametrize("fused", [True, False])
 def test_discard_step_drops_one_step(fused):
     model = net().cuda()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     for step in range(10):
         for _ in range(2):
             model(images(seed=step).cuda()).square().mean().backward()
         if step == 9:
             fbn.discard_step(model)
         else:
-            optimiser.step()
-        optimiser.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
     assert fbn.collect(model)["2"].count == 9 * 2 * 6 * 36
 
 

@@ -1,4 +1,4 @@
-"""Bias, ReLU, normalising and measuring in one operator: against the formula in float64, on every device."""
+"""Bias, ReLU, normalizing and measuring in one operator: against the formula in float64, on every device."""
 
 import itertools
 import sys
@@ -81,7 +81,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def check(z, vectors, gradient, function=fused.relu_normalise, **settings):
+def check(z, vectors, gradient, function=fused.relu_normalize, **settings):
     """Everything the kernels compute against the plain formula in float64."""
     settings = {"eps": EPS, "clients": 1, "before": True, "after": False, **settings}
     if settings["before"] or settings["after"]:  # float32 and float64 may see a value at a kink on two sides
@@ -180,11 +180,11 @@ def test_clients_with_vectors_of_their_own(device, own, dtype, shape, share):
     ]
     share = torch.tensor(share, device=device) if share else None
     settings = {"eps": EPS, "before": True, "after": True, "share": share}
-    got, grads = gradients(fused.relu_normalise, z, vectors, gradient, clients=3, **settings)
+    got, grads = gradients(fused.relu_normalize, z, vectors, gradient, clients=3, **settings)
     alone = []
     for i, (part, its) in enumerate(zip(z.chunk(3), gradient.chunk(3), strict=True)):
         mine = [v[i] if v.dim() == 2 else v for v in vectors]
-        alone.append(gradients(fused.relu_normalise, part, mine, its, clients=1, **settings))
+        alone.append(gradients(fused.relu_normalize, part, mine, its, clients=1, **settings))
     for found, *want in zip(got, *(outputs for outputs, _ in alone), strict=True):
         assert error(found, torch.cat(want).double()) < TOLERANCE[dtype]
     for found, *want in zip(grads, *(theirs for _, theirs in alone), strict=True):
@@ -200,7 +200,7 @@ def test_large_mean(device, monkeypatch, programs):
     start_programs(monkeypatch, device, programs)
     z, vectors, _ = inputs(device, (6, 20, 16, 16), torch.float32, mean=1e4, shift=False)
     settings = {"eps": EPS, "clients": 2, "before": True, "after": False}
-    _, mean, var = fused.relu_normalise(z, *vectors, **settings)
+    _, mean, var = fused.relu_normalize(z, *vectors, **settings)
     _, want_mean, want_var = plain(
         z.double(), *[None if v is None else v.double() for v in vectors], **settings
     )
@@ -214,7 +214,7 @@ def test_a_first_tile_unlike_the_rest(device, monkeypatch):
     z, vectors, _ = inputs(device, (640, 64), torch.float32, shift=False)
     z[32:] += 1e4
     settings = {"eps": EPS, "clients": 1, "before": False, "after": False}
-    _, mean, var = fused.relu_normalise(z, *vectors, **settings)
+    _, mean, var = fused.relu_normalize(z, *vectors, **settings)
     want_var, want_mean = torch.var_mean(z.double(), 0, keepdim=True, correction=0)
     torch.testing.assert_close(mean.double(), want_mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(var.double(), want_var, rtol=1e-5, atol=0)
@@ -225,12 +225,12 @@ def test_layouts(device):
     z, vectors, gradient = inputs(device, (6, 5, 4, 3), torch.float32)
     settings = {"eps": EPS, "clients": 2, "before": True, "after": True}
     last = gradient.to(memory_format=torch.channels_last)
-    want = gradients(fused.relu_normalise, z, vectors, last, **settings)
+    want = gradients(fused.relu_normalize, z, vectors, last, **settings)
     wide = torch.empty(6, 5, 4, 6, device=device)[..., ::2].copy_(z)
     spread = torch.ones((), device=device).expand(6, 5, 4, 3)
     for other in (z.contiguous(), wide):
         assert not other.is_contiguous(memory_format=torch.channels_last)
-        got = gradients(fused.relu_normalise, other, vectors, gradient.contiguous(), **settings)
+        got = gradients(fused.relu_normalize, other, vectors, gradient.contiguous(), **settings)
         assert same(got, want)
         assert got[0][0].is_contiguous(memory_format=torch.channels_last)
     check(z.contiguous(), vectors, spread, clients=2, after=True)
@@ -240,14 +240,14 @@ def test_not_a_number_is_seen(device):
     """One NaN shows in the output and in its client's and channel's statistics, and nowhere else."""
     z, vectors, _ = inputs(device, (6, 5, 4, 3), torch.float32)
     z[3, 2, 1, 1] = torch.nan
-    out, mean, var = fused.relu_normalise(z, *vectors, eps=EPS, clients=3, before=True, after=True)
+    out, mean, var = fused.relu_normalize(z, *vectors, eps=EPS, clients=3, before=True, after=True)
     assert out.isnan().sum() == 1
     assert mean.isnan().nonzero().tolist() == var.isnan().nonzero().tolist() == [[1, 2]]
 
 
 def test_constant_channels_have_no_variance(device):
     z, vectors, _ = inputs(device, (6, 5, 4, 3), torch.float32, shift=False)
-    _, mean, var = fused.relu_normalise(
+    _, mean, var = fused.relu_normalize(
         torch.full_like(z, 0.3), *vectors, eps=EPS, clients=2, before=True, after=False
     )
     assert (var >= 0).all()
@@ -258,7 +258,7 @@ def test_constant_channels_have_no_variance(device):
 def test_empty(device):
     vectors = inputs(device, (1, 5), torch.float32)[1]
     z = torch.empty(0, 5, 2, 2, device=device, requires_grad=True)
-    out, mean, var = fused.relu_normalise(z, *vectors, eps=EPS, clients=2, before=True, after=False)
+    out, mean, var = fused.relu_normalize(z, *vectors, eps=EPS, clients=2, before=True, after=False)
     out.sum().backward()
     assert z.grad.shape == out.shape == z.shape
     assert mean.shape == var.shape == (2, 5)
@@ -268,7 +268,7 @@ def test_empty(device):
 def test_refusals(device, shape):
     vector = torch.ones(5, device=device)
     with pytest.raises(ValueError):
-        fused.relu_normalise(
+        fused.relu_normalize(
             torch.ones(shape, device=device), None, vector, vector, None, None,
             eps=EPS, clients=2, before=True, after=False,
         )  # fmt: skip
@@ -276,8 +276,8 @@ def test_refusals(device, shape):
 
 def test_same_bits_twice(device):
     case, settings = inputs(device, (6, 64, 9, 9), torch.bfloat16), {"eps": EPS, "clients": 3, "before": True}
-    first = gradients(fused.relu_normalise, *case, after=True, **settings)
-    again = gradients(fused.relu_normalise, *case, after=True, **settings)
+    first = gradients(fused.relu_normalize, *case, after=True, **settings)
+    again = gradients(fused.relu_normalize, *case, after=True, **settings)
     assert same(first, again)
 
 
@@ -309,7 +309,7 @@ def test_operators_are_sound(device, full, shape, layout):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(device, backend, dtype):
-    compiled = torch.compile(fused.relu_normalise, fullgraph=True, backend=backend)
+    compiled = torch.compile(fused.relu_normalize, fullgraph=True, backend=backend)
     check(*inputs(device, (6, 5, 4, 3), dtype), compiled, clients=3, after=True)
 
 
@@ -335,7 +335,7 @@ def test_compiled_between_convolutions(device, backend):
         return [loss, *seen, *torch.autograd.grad(loss, leaves)]
 
     want = run(step, plain)
-    got = run(torch.compile(step, fullgraph=True, backend=backend), fused.relu_normalise)
+    got = run(torch.compile(step, fullgraph=True, backend=backend), fused.relu_normalize)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
 

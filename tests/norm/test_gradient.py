@@ -9,7 +9,7 @@ from torch import nn
 
 import fedbatchnorm as fbn
 from fedbatchnorm.norm.gradient import GRADIENT, Batch, hold
-from fedbatchnorm.norm.moments import Running, measure, normalise
+from fedbatchnorm.norm.moments import Running, measure, normalize
 
 sys.path.insert(0, str(Path(__file__).parent))
 from share_twin import with_share
@@ -47,7 +47,7 @@ def gradients(y, inputs, g):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_are_those_of_the_formula(shape, clients, share):
     x, running, weight, bias, g = case(shape)
-    y, _ = normalise(x, running, clients=clients, weight=weight, bias=bias, gradient=share)
+    y, _ = normalize(x, running, clients=clients, weight=weight, bias=bias, gradient=share)
     got = gradients(y, (x, weight, bias), g)
     want = gradients(formula(x, running, weight, bias, share, clients), (x, weight, bias), g)
     for a, b in zip(got, want, strict=True):
@@ -58,8 +58,8 @@ def test_gradients_are_those_of_the_formula(shape, clients, share):
 @pytest.mark.parametrize("clients", [1, 2])
 def test_the_forward_pass_does_not_depend_on_it(shape, clients):
     x, running, weight, bias, _ = case(shape, torch.float32)
-    plain, seen = normalise(x, running, clients=clients, weight=weight, bias=bias)
-    y, seen_too = normalise(x, running, clients=clients, weight=weight, bias=bias, gradient=0.9)
+    plain, seen = normalize(x, running, clients=clients, weight=weight, bias=bias)
+    y, seen_too = normalize(x, running, clients=clients, weight=weight, bias=bias, gradient=0.9)
     assert torch.equal(y, plain)
     assert torch.equal(seen.mean, seen_too.mean)
     assert torch.equal(seen.var, seen_too.var)
@@ -85,7 +85,7 @@ def test_without_a_share_the_gradient_is_that_of_batchnorm_in_evaluation():
 def test_with_all_of_it_nothing_moves_the_mean_or_the_scale():
     """rho = 1: the gradient is orthogonal to a constant and to the input, as BatchNorm's is."""
     x, running, _, _, g = case((64, 5), scale=1.0)
-    y, seen = normalise(x, running, gradient=1.0)
+    y, seen = normalize(x, running, gradient=1.0)
     (dx,) = gradients(y, (x,), g)
     b = (x.detach() - seen.mean) / (seen.var + EPS).sqrt()
     assert dx.mean(0).abs().max() < 1e-12
@@ -100,7 +100,7 @@ def test_twice_differentiable(share, affine):
     weight, bias = (weight, bias) if affine else (None, None)
 
     def first_gradient(x, g):
-        y, _ = normalise(x, running, weight=weight, bias=bias, gradient=share)
+        y, _ = normalize(x, running, weight=weight, bias=bias, gradient=share)
         return torch.autograd.grad(y, x, g, create_graph=True)[0]
 
     def by_hand(x, g):
@@ -121,7 +121,7 @@ def test_a_single_value_and_constant_channels_stay_finite(shape):
     x = x.detach().clone()
     x[:, 0] = 7.0
     x.requires_grad_()
-    y, _ = normalise(x, running, weight=weight, bias=bias, gradient=0.9)
+    y, _ = normalize(x, running, weight=weight, bias=bias, gradient=0.9)
     got = gradients(y, (x, weight, bias), g)
     want = gradients(formula(x, running, weight, bias, 0.9), (x, weight, bias), g)
     for a, b in zip(got, want, strict=True):
@@ -143,7 +143,7 @@ def test_half_precision(dtype):
     single = [t.detach().float() for t in (running.mean, running.var, weight, bias)]
     weight, bias = (t.requires_grad_() for t in single[2:])
     half = x.detach().to(dtype).requires_grad_()
-    y, _ = normalise(half, Running(*single[:2], eps=EPS), weight=weight, bias=bias, gradient=0.9)
+    y, _ = normalize(half, Running(*single[:2], eps=EPS), weight=weight, bias=bias, gradient=0.9)
     got = gradients(y, (half, weight, bias), g.to(dtype))
     assert y.dtype == got[0].dtype == dtype
     for a, b in zip(got, want, strict=True):
@@ -153,7 +153,7 @@ def test_half_precision(dtype):
 def test_channels_last_stays_channels_last():
     x, running, weight, bias, g = case((8, 5, 4, 4), torch.float32)
     last = x.detach().to(memory_format=torch.channels_last).requires_grad_()
-    y, _ = normalise(last, running, weight=weight, bias=bias, gradient=0.9)
+    y, _ = normalize(last, running, weight=weight, bias=bias, gradient=0.9)
     (dx,) = gradients(y, (last,), g.to(memory_format=torch.channels_last))
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert dx.is_contiguous(memory_format=torch.channels_last)
@@ -203,7 +203,7 @@ def test_a_share_may_be_a_tensor_that_nobody_reads(clients, limit):
     x, running, weight, bias, g = case((8, 5, 4, 4))
     settings = {"clients": clients, "weight": weight, "bias": bias, "limit": limit}
     found = [
-        gradients(normalise(x, running, **settings, gradient=share)[0], (x, weight, bias), g)
+        gradients(normalize(x, running, **settings, gradient=share)[0], (x, weight, bias), g)
         for share in (0.7, torch.tensor(0.7, dtype=torch.float64))
     ]
     for got, want in zip(*found, strict=True):
@@ -212,7 +212,7 @@ def test_a_share_may_be_a_tensor_that_nobody_reads(clients, limit):
         t.detach().to("meta").requires_grad_() for t in (x, weight, bias, *running[:2])
     )
     settings |= {"weight": weight, "bias": bias, "gradient": torch.tensor(0.7, device="meta")}
-    y, _ = normalise(x, running._replace(mean=mean, var=var), **settings)
+    y, _ = normalize(x, running._replace(mean=mean, var=var), **settings)
     assert gradients(y, (x,), g.to("meta"))[0].shape == x.shape
 
 
@@ -259,7 +259,7 @@ def test_a_limit_brings_a_batch_that_is_too_wide_or_too_far_away_closer(shape, c
         var=torch.tensor([0.1, 1.0, 4.0, 100.0, 20.0], dtype=torch.float64),
         mean=torch.tensor([9.0, 0.5, -20.0, 1.0, 30.0], dtype=torch.float64),
     )
-    y, seen = normalise(x, running, clients=clients, gradient=share, limit=2.0)
+    y, seen = normalize(x, running, clients=clients, gradient=share, limit=2.0)
     want = torch.cat([limited(part, running, 2.0) for part in x.chunk(clients)])
     torch.testing.assert_close(y, want)
     wide = seen.var > 4 * running.var
@@ -284,8 +284,8 @@ def test_within_the_limit_nothing_changes():
     x, running, weight, bias, _ = case((8, 5, 4, 4), torch.float32, scale=1.0)
     near = x.detach().mean((0, 2, 3)) + 1.5
     running = running._replace(var=torch.full_like(running.var, 2.0), mean=near)
-    plain, _ = normalise(x, running, weight=weight, bias=bias)
-    y, _ = normalise(x, running, weight=weight, bias=bias, limit=2.0)
+    plain, _ = normalize(x, running, weight=weight, bias=bias)
+    y, _ = normalize(x, running, weight=weight, bias=bias, limit=2.0)
     assert torch.equal(y, plain)
 
 

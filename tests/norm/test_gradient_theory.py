@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbatchnorm.norm.moments import Running, combine, measure, normalise, update_running
+from fedbatchnorm.norm.moments import Running, combine, measure, normalize, update_running
 
 EPS = 1e-12  # what eps does is a test of its own
 CLIENTS, BATCH, INSIDE, OUTSIDE, SIZE = 4, 6, 3, 5, 7
@@ -32,7 +32,7 @@ def gradients(case, share, limit=None):
     x, weight, bias, running, g = case
     weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     z = F.conv2d(x, weight, bias, padding=1)
-    y, _ = normalise(z, running, clients=CLIENTS, gradient=share, limit=limit)
+    y, _ = normalize(z, running, clients=CLIENTS, gradient=share, limit=limit)
     return torch.autograd.grad(y, (weight, bias), g)
 
 
@@ -44,7 +44,7 @@ def along(weight, gradient):
 def merged(z, running):
     """The statistics after a merge with momentum 1, normalized with."""
     after = update_running(running, combine(_counted(measure(z, CLIENTS))), momentum=1.0)
-    return normalise(z, after)[0]
+    return normalize(z, after)[0]
 
 
 def _counted(seen):
@@ -88,7 +88,7 @@ def test_eps_leaves_a_little_of_the_scale(case):
     b = (z.detach() - mean) / (var + 0.1).sqrt()
     slopes = []
     for share in (0.0, 0.7):
-        y, _ = normalise(z, running, gradient=share)
+        y, _ = normalize(z, running, gradient=share)
         slopes.append((torch.autograd.grad(y, z, g[:own])[0] * b).sum((0, 2, 3)))
     torch.testing.assert_close(slopes[1], (1 - 0.7 * var / (var + 0.1)).flatten() * slopes[0])
 
@@ -136,7 +136,7 @@ def test_beyond_the_limit_the_size_of_the_weights_does_not_matter(case, times):
     x, weight, bias, running, g = case
     running = running._replace(var=torch.full_like(running.var, 1e-3), mean=torch.zeros_like(running.mean))
     z = times * F.conv2d(x, weight, bias, padding=1)
-    y, _ = normalise(z, running, clients=CLIENTS, limit=2.0)
+    y, _ = normalize(z, running, clients=CLIENTS, limit=2.0)
     own = y.unflatten(0, (CLIENTS, BATCH)).transpose(1, 2).flatten(2).std(2, correction=0)
     torch.testing.assert_close(own, torch.full_like(own, 2.0))
     first = gradients((x, weight, bias, running, g), 0.0, limit=2.0)[0]

@@ -234,7 +234,7 @@ def test_a_batch_that_is_not_finite_is_refused_and_counted(bad):
 class Trainer:
     def __init__(self, model):
         self.model = model
-        self.optimiser = torch.optim.SGD(model.parameters(), lr=0.0)  # steps, but changes no value
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # steps, but changes no value
 
     def step(self, *batches, skip=False):
         for x in batches:
@@ -242,8 +242,8 @@ class Trainer:
         if skip:
             fbn.discard_step(self.model)
         else:
-            self.optimiser.step()
-        self.optimiser.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def test_discard_step_drops_all_micro_batches_of_the_last_step():
@@ -290,7 +290,7 @@ def test_a_layer_called_twice_in_a_pass_sees_both():
 
 
 class InPlaceOnData(torch.optim.Optimizer):
-    """As old optimisers do it: autograd does not see the change."""
+    """As old optimizers do it: autograd does not see the change."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -301,7 +301,7 @@ class InPlaceOnData(torch.optim.Optimizer):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
-OPTIMISERS = {
+OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -310,12 +310,12 @@ OPTIMISERS = {
 }
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_discard_step_drops_one_step_whatever_the_optimiser(optimiser, micro_batches):
+def test_discard_step_drops_one_step_whatever_the_optimizer(optimizer, micro_batches):
     model = net()
     trainer = Trainer(model)
-    trainer.optimiser = OPTIMISERS[optimiser](model.parameters())
+    trainer.optimizer = OPTIMIZERS[optimizer](model.parameters())
     for step in range(100):
         trainer.step(*[images(2, seed=step)] * micro_batches, skip=step == 99)
     assert fbn.collect(model)["1"].count == 99 * micro_batches * 2 * 36
@@ -323,10 +323,10 @@ def test_discard_step_drops_one_step_whatever_the_optimiser(optimiser, micro_bat
 
 def test_a_layer_that_the_last_step_did_not_run_keeps_what_it_has():
     model = fbn.convert(nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)}))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (model["a"](torch.randn(8, 3)).sum() + model["b"](torch.randn(8, 3)).sum()).backward()
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     model["a"](torch.randn(5, 3)).sum().backward()
     for _ in range(2):
         fbn.discard_step(model)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from fedbatchnorm import Moments, Running, normalise
+from fedbatchnorm import Moments, Running, normalize
 from fedbatchnorm.norm.moments import absorb, combine, measure, round_momentum, update_running
 
 SHAPES = [(12, 3), (12, 3, 5), (12, 3, 4, 5), (12, 3, 2, 3, 4)]
@@ -91,7 +91,7 @@ def test_measure_refuses_what_does_not_split(shape, clients):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_normalise_is_batch_norm_in_evaluation_mode_forward_and_backward(shape, generator):
+def test_normalize_is_batch_norm_in_evaluation_mode_forward_and_backward(shape, generator):
     torch.manual_seed(0)
     bn = nn.BatchNorm1d(3).double().eval()
     bn.running_mean.uniform_(-1, 1), bn.running_var.uniform_(0.5, 2)
@@ -100,7 +100,7 @@ def test_normalise_is_batch_norm_in_evaluation_mode_forward_and_backward(shape, 
     x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
     flat = x.flatten(2) if x.dim() > 2 else x
     inputs = (x, bn.weight, bn.bias)
-    y, _ = normalise(x, Running(bn.running_mean, bn.running_var), clients=3, weight=bn.weight, bias=bn.bias)
+    y, _ = normalize(x, Running(bn.running_mean, bn.running_var), clients=3, weight=bn.weight, bias=bn.bias)
     torch.testing.assert_close(y.view_as(flat), bn(flat), rtol=1e-14, atol=1e-14)
     ours = torch.autograd.grad(y.sin().sum(), inputs)
     theirs = torch.autograd.grad(bn(flat).sin().sum(), inputs)
@@ -113,7 +113,7 @@ def test_gradcheck():
     running = Running(torch.randn(3).double(), torch.rand(3).double() + 0.5)
 
     def f(x, weight, bias):
-        return normalise(x, running, weight=weight, bias=bias)[0]
+        return normalize(x, running, weight=weight, bias=bias)[0]
 
     assert torch.autograd.gradcheck(f, (x, weight, bias))
     assert torch.autograd.gradgradcheck(f, (x, weight, bias))
@@ -122,7 +122,7 @@ def test_gradcheck():
 def test_no_gradient_flows_through_the_statistics():
     mean, var = torch.zeros(3, requires_grad=True), torch.ones(3, requires_grad=True)
     x = torch.randn(4, 3, requires_grad=True)
-    y, seen = normalise(x, Running(mean, var))
+    y, seen = normalize(x, Running(mean, var))
     y.sum().backward()
     assert mean.grad is None
     assert var.grad is None
@@ -136,7 +136,7 @@ def test_vmap_over_clients_equals_the_fold(generator):
     running = Running(torch.zeros(3).double(), torch.ones(3).double())
 
     def loss(weight, x):
-        y, seen = normalise(x, running, weight=weight)
+        y, seen = normalize(x, running, weight=weight)
         return y.square().sum(), (seen.mean, seen.var)
 
     grads, (mean, var) = vmap(grad(loss, has_aux=True), (None, 0))(weight, x.unflatten(0, (5, 4)))
@@ -154,7 +154,7 @@ def test_compiled_vmap_gives_each_client_its_moments(generator):
     running = Running(torch.zeros(3), torch.ones(3))
 
     def loss(weight, x):
-        y, seen = normalise(x, running, weight=weight)
+        y, seen = normalize(x, running, weight=weight)
         return y.square().sum(), (seen.mean, seen.var)
 
     step = vmap(grad(loss, has_aux=True), (None, 0))

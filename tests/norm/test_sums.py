@@ -50,7 +50,7 @@ def test_rows_without_weight_are_as_if_they_were_not_there(rows, others):
     assert torch.equal(weighted_mean(*prepared([(0, 1.0, 2.0)] * others + rows)), found)
 
 
-def test_a_cancelling_sum_is_not_lost():
+def test_a_canceling_sum_is_not_lost():
     x = torch.tensor([[1e16], [4.0], [-1e16], [0.0]], dtype=torch.float64)
     for order in ([0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3]):
         assert weighted_mean(torch.full_like(x, 0.25), x[order]).item() == 1.0

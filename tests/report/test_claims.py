@@ -150,7 +150,7 @@ def test_the_paper_s_numbers_agree_with_its_claims_on_liars(attack, world):
 
 
 @pytest.mark.parametrize("attack", ["sf", "foe", "alie"])
-def test_harmless_liars_and_a_poor_defence_do_not(attack):
+def test_harmless_liars_and_a_poor_defense_do_not(attack):
     (siege,) = sieges(siege_results(HARMLESS, attack))
     alike = "Defended naive is like naive without attack: both poor."
     assert [f.claim.says for f in judge_siege(siege) if f.agrees] == ([alike] if attack == "sf" else [])

@@ -43,7 +43,7 @@ def test_clients_with_models_of_their_own_have_a_column(results):
 def test_an_attack_stands_beside_its_baseline_and_is_no_figure_of_the_paper(results):
     (siege,) = sieges(results)
     _, rows = siege_table(siege)
-    assert [row[0] for row in rows] == ["FBN, no attack", "FBN, no defence", "FBN, nnm+median"]
+    assert [row[0] for row in rows] == ["FBN, no attack", "FBN, no defense", "FBN, nnm+median"]
     assert figures_of(siege) == ""
     assert judge_siege(siege) == []
 

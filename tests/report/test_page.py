@@ -96,7 +96,7 @@ def test_the_page_has_figures_tables_claims_and_runs(runs, tmp_path):
         assert part in text, part
     assert text.count("<svg") == 6
     assert "Liars: foe on means and variances, against nnm+median" in text
-    for kind in ("FBN, no attack", "FBN, no defence", "FBN, nnm+median", "Naive BN, nnm+median"):
+    for kind in ("FBN, no attack", "FBN, no defense", "FBN, nnm+median", "Naive BN, nnm+median"):
         assert f'<td class="number">{kind}</td>' in text
     assert len(re.findall(r'class="claims"', text)) == 3
     for path in runs.iterdir():

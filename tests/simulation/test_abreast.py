@@ -395,7 +395,7 @@ def test_compiled_as_on_a_gpu(scheme, monkeypatch):
 
         return count
 
-    for name in ("take_over_neighbours", "convolve_by_patches", "add_biases_apart"):
+    for name in ("take_over_neighbors", "convolve_by_patches", "add_biases_apart"):
         monkeypatch.setattr(fuse, name, counted(name, getattr(fuse, name)))
     monkeypatch.setattr(fuse, "_REWRITTEN", "cpu")
     simulation, twin, taken, train = abreast(scheme, engine="compiled", local_steps=2, clip=1.0)
@@ -412,7 +412,7 @@ def test_compiled_as_on_a_gpu(scheme, monkeypatch):
     assert simulation.engine == "compiled"
     assert taken == [2, 2]
     assert done["convolve_by_patches"] == 1
-    assert done["take_over_neighbours"] == (4 if scheme == "fbn" else 0)
+    assert done["take_over_neighbors"] == (4 if scheme == "fbn" else 0)
     assert done["add_biases_apart"] == (0 if scheme == "fbn" else 3)
     assert_same(simulation, twin)
 

@@ -30,11 +30,11 @@ RULES = {
     "none": lambda rows: rows.mean(0),
     "median": lambda rows: np.median(rows, axis=0),
     "trimmed_mean": lambda rows: np.sort(rows, axis=0)[F : N - F].mean(0),
-    "nnm+median": lambda rows: np.median(neighbours(rows), axis=0),
+    "nnm+median": lambda rows: np.median(neighbors(rows), axis=0),
 }
 
 
-def neighbours(rows):
+def neighbors(rows):
     out = []
     for x in rows:
         ranked = sorted(rows, key=lambda y, x=x: ((x - y) ** 2).sum())

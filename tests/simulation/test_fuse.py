@@ -82,7 +82,7 @@ def functional(model, x):
 
 
 def shared(model, x):
-    """The ReLU's output and the normalised values are also used elsewhere: neither may go."""
+    """The ReLU's output and the normalized values are also used elsewhere: neither may go."""
     x = F.relu(model.conv(x))
     y = model.norm(x)
     return x + F.relu(y) * y
@@ -226,15 +226,15 @@ def check(model, rewrite, x=None):
         "keyword",
     ],
 )
-def test_neighbours_are_taken_over(model, taken):
-    assert check(model(), fuse.take_over_neighbours) == taken
+def test_neighbors_are_taken_over(model, taken):
+    assert check(model(), fuse.take_over_neighbors) == taken
 
 
 def test_a_bias_that_others_need_stays():
     graphs = []
 
     def keep(graph):
-        taken = fuse.take_over_neighbours(graph)
+        taken = fuse.take_over_neighbors(graph)
         graphs.append(next(n for n in graph.nodes if n.target is operator._opoverload))
         return taken
 
@@ -342,7 +342,7 @@ def test_patches_in_bfloat16_stay_in_bfloat16(bias):
     assert y.dtype == torch.bfloat16
 
 
-REWRITES = ("take_over_neighbours", "convolve_by_patches", "flatten_as_it_lies", "pool_by_twos")
+REWRITES = ("take_over_neighbors", "convolve_by_patches", "flatten_as_it_lies", "pool_by_twos")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedbatchnorm.experiments.catalogue import RING_GAMMAS
-from fedbatchnorm.simulation.ring import Ring, normalise_ring, separability
+from fedbatchnorm.simulation.ring import Ring, normalize_ring, separability
 
 SEEDS = range(3)
 
@@ -14,7 +14,7 @@ SEEDS = range(3)
 def results():
     schemes = ("centralized", "fbn", "fixbn", "naive")
     return {
-        (scheme, gamma): [normalise_ring(Ring(scheme=scheme, gamma=gamma, seed=seed)) for seed in SEEDS]
+        (scheme, gamma): [normalize_ring(Ring(scheme=scheme, gamma=gamma, seed=seed)) for seed in SEEDS]
         for scheme in schemes
         for gamma in RING_GAMMAS
     }
@@ -26,23 +26,23 @@ def error(results, scheme, gamma):
 
 def test_figure_1_naive_puts_the_classes_on_top_of_each_other(results):
     for naive, central in zip(results["naive", 0.0], results["centralized", 0.0], strict=True):
-        assert separability(central.normalised, central.labels) > 0.99
-        assert separability(naive.normalised, naive.labels) < 0.2  # guessing gives a tenth
-        assert naive.normalised.mean(1).norm(dim=1).max() < 1e-3  # every class has its mean at the origin
-        assert central.normalised.mean(1).norm(dim=1).min() > 1.2
+        assert separability(central.normalized, central.labels) > 0.99
+        assert separability(naive.normalized, naive.labels) < 0.2  # guessing gives a tenth
+        assert naive.normalized.mean(1).norm(dim=1).max() < 1e-3  # every class has its mean at the origin
+        assert central.normalized.mean(1).norm(dim=1).min() > 1.2
 
 
-def test_figure_2a_fbn_s_picture_is_nearly_the_centralised_one(results):
+def test_figure_2a_fbn_s_picture_is_nearly_the_centralized_one(results):
     for result in results["fbn", 0.0]:
-        assert separability(result.normalised, result.labels) > 0.99
-        last = (result.normalised - result.centralised).norm(dim=-1).mean()
+        assert separability(result.normalized, result.labels) > 0.99
+        last = (result.normalized - result.centralized).norm(dim=-1).mean()
         assert last < 0.05
 
 
 def test_figure_2b_fixbn_is_separable_but_wrongly_scaled(results):
     for result in results["fixbn", 0.0]:
-        assert separability(result.normalised, result.labels) > 0.99
-        ratio = result.normalised.norm(dim=-1).mean() / result.centralised.norm(dim=-1).mean()
+        assert separability(result.normalized, result.labels) > 0.99
+        ratio = result.normalized.norm(dim=-1).mean() / result.centralized.norm(dim=-1).mean()
         # It divides by the deviation within a class, 1, in place of that of the ring, sqrt(1 + 10^2 / 2).
         assert ratio == pytest.approx(51**0.5, rel=0.05)
 
@@ -69,12 +69,12 @@ def test_the_running_statistics_are_batch_norm_s_on_the_union(results):
     assert result.distance.shape == (100,)
     layer = nn.BatchNorm1d(2, affine=False, momentum=1.0)
     expected = layer(result.points.flatten(0, 1))
-    torch.testing.assert_close(result.centralised.flatten(0, 1), expected)
+    torch.testing.assert_close(result.centralized.flatten(0, 1), expected)
     assert result.var.tolist() == pytest.approx([51, 51], rel=0.05)
     assert results["naive", 0.0][0].var.tolist() == pytest.approx([1, 1], rel=0.1)
 
 
 def test_the_seed_decides_the_points():
-    one, two, other = (normalise_ring(Ring(seed=seed, rounds=3)).points for seed in (0, 0, 1))
+    one, two, other = (normalize_ring(Ring(seed=seed, rounds=3)).points for seed in (0, 0, 1))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)

@@ -59,7 +59,7 @@ def test_both_exact_schemes_end_with_the_statistics_of_the_union(scheme):
     phase = SCHEMES[scheme].before
     for step, batch in enumerate(batches):
         layer(batch.flatten(0, 1))
-        _, seen = phase.normalise(batch.flatten(0, 1), running, clients=1 if phase.union else 4)
+        _, seen = phase.normalize(batch.flatten(0, 1), running, clients=1 if phase.union else 4)
         running = phase.share(running._replace(tracked=step), seen)
     torch.testing.assert_close(running.mean, layer.running_mean, rtol=1e-12, atol=0)
     torch.testing.assert_close(running.var, layer.running_var, rtol=1e-12, atol=0)

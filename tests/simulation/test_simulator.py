@@ -97,7 +97,7 @@ def test_momentum_rate_beta_and_switch_are_followed():
 def test_the_loss_returned_is_the_mean_over_clients():
     simulation, _ = federation("fbn", chunk=2)
     index = torch.from_numpy(draw(simulation.parts, 6, stream(0, "batches", 0)).ravel())
-    model = copy.deepcopy(simulation.model).eval()  # the same, as FBN normalises with the running statistics
+    model = copy.deepcopy(simulation.model).eval()  # the same, as FBN normalizes with the running statistics
     scores = model(simulation.data.inputs(simulation.data.train.x[index]))
     expected = nn.functional.cross_entropy(scores, simulation.data.train.y[index])
     torch.testing.assert_close(simulation.round(), expected.detach())

@@ -104,16 +104,16 @@ def geometric_median(rows: Tensor, f: int = 0) -> Tensor:
 
 
 def centred_clipping(
-    rows: Tensor, f: int = 0, *, centre: Tensor | None = None, radius: float = 100.0, steps: int = 1
+    rows: Tensor, f: int = 0, *, center: Tensor | None = None, radius: float = 100.0, steps: int = 1
 ) -> Tensor:
-    """Move from a centre by the mean of the rows' differences, each clipped (Karimireddy et al., 2021).
+    """Move from a center by the mean of the rows' differences, each clipped (Karimireddy et al., 2021).
 
     v <- v + mean_i (x_i - v) min(1, radius / |x_i - v|). Rows that are not finite count as no difference.
 
     Args:
         rows: (n, d).
         f: how many may lie.
-        centre: (d,), where to start: 0 if not given; the last round's result is a good one.
+        center: (d,), where to start: 0 if not given; the last round's result is a good one.
         radius: the longest difference that counts in full.
         steps: how often.
     """
@@ -121,9 +121,9 @@ def centred_clipping(
     check_radius(radius)
     good = usable(rows, f)
     rows = only(rows, good)
-    point = torch.zeros_like(rows[0]) if centre is None else centre.to(rows)
+    point = torch.zeros_like(rows[0]) if center is None else center.to(rows)
     if _may_wait(rows) and not bool(point.isfinite().all()):
-        raise ValueError("centre has a value that is not finite")
+        raise ValueError("center has a value that is not finite")
     for _ in range(steps):
         factor = shrink(_lengths(rows, point), radius) * good
         point = point + (factor @ rows) / len(rows) - factor.mean() * point

@@ -67,7 +67,7 @@ def not_a_number(honest: Tensor) -> Tensor:
     return torch.full_like(honest[0], torch.nan)
 
 
-def optimised(
+def optimized(
     attack: Callable[[Tensor, Any], Tensor], honest: Tensor, f: int, defense: Defense, evaluations: int = 20
 ) -> Tensor:
     """The attack with the tau that takes the server's result furthest from the honest mean.
@@ -79,11 +79,11 @@ def optimised(
         defense: the server's rule on all h + f rows.
         evaluations: how often the rule is tried out.
     """
-    centre = honest.mean(0)
+    center = honest.mean(0)
 
     def damage(tau: Tensor) -> Tensor:
         lies = attack(honest, tau).expand(f, -1)
-        return (defense(torch.cat([honest, lies])) - centre).to(start.dtype).norm()
+        return (defense(torch.cat([honest, lies])) - center).to(start.dtype).norm()
 
     start = torch.zeros((), dtype=accumulator_dtype(honest), device=honest.device)
 
@@ -137,12 +137,12 @@ ATTACKS: dict[str, Attack] = {
         lambda h, f, d, g: a_little_is_enough(h), _BOTH, "a little is enough: mean + 1.5 deviations"
     ),
     "opt_foe": Attack(
-        lambda h, f, d, g: optimised(fall_of_empires, h, f, d),
+        lambda h, f, d, g: optimized(fall_of_empires, h, f, d),
         _BOTH,
         "fall of empires, factor by line search",
     ),
     "opt_alie": Attack(
-        lambda h, f, d, g: optimised(a_little_is_enough, h, f, d),
+        lambda h, f, d, g: optimized(a_little_is_enough, h, f, d),
         _BOTH,
         "a little is enough, factor by line search",
     ),

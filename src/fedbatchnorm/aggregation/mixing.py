@@ -22,7 +22,7 @@ from .aggregators import (
 )
 
 
-def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
+def nearest_neighbors(rows: Tensor, f: int) -> Tensor:
     """Each row becomes the mean of the n - f rows nearest to it, itself included (Allouah et al., 2023).
 
     A matrix of weights (n, n) times the rows, block by block: beyond its result it needs no more memory than
@@ -30,7 +30,7 @@ def nearest_neighbours(rows: Tensor, f: int) -> Tensor:
     the mean of the others; more than f of them are an error.
 
     Example:
-        >>> nearest_neighbours(torch.tensor([[0.0], [2.0], [100.0]]), f=1)
+        >>> nearest_neighbors(torch.tensor([[0.0], [2.0], [100.0]]), f=1)
         tensor([[ 1.],
                 [ 1.],
                 [51.]])
@@ -83,4 +83,4 @@ def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
     return rows * factors.to(rows.dtype).unsqueeze(1)
 
 
-MIXING: dict[str, Rule] = {"nnm": nearest_neighbours, "arc": adaptive_clipping, "clipping": clipping}
+MIXING: dict[str, Rule] = {"nnm": nearest_neighbors, "arc": adaptive_clipping, "clipping": clipping}

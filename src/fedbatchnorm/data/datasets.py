@@ -158,8 +158,8 @@ def ring_points(clients: int, points: int, gamma: float, generator: torch.Genera
     shared = torch.rand((clients, points), generator=generator) < gamma
     y = torch.where(shared, drawn, own)
     angle = y * (2 * math.pi / RING_CLASSES)
-    centre = RING_RADIUS * torch.stack([angle.cos(), angle.sin()], dim=-1)
-    return centre + torch.randn((clients, points, 2), generator=generator), y
+    center = RING_RADIUS * torch.stack([angle.cos(), angle.sin()], dim=-1)
+    return center + torch.randn((clients, points, 2), generator=generator), y
 
 
 def _ring(data_dir: Path | None, progress: bool) -> Dataset:

@@ -25,12 +25,12 @@ class Figure(NamedTuple):
 
 
 def fig1(scale: Scale, seeds: int) -> list[Run | Ring]:
-    """Points before and after normalisation, centralised and naive."""
+    """Points before and after normalization, centralized and naive."""
     return [Ring(scheme=scheme, gamma=0.0) for scheme in ("centralized", "naive")]
 
 
 def fig2(scale: Scale, seeds: int) -> list[Run | Ring]:
-    """Points as FBN and FixBN normalise them, and each scheme's distance from centralised."""
+    """Points as FBN and FixBN normalize them, and each scheme's distance from centralized."""
     schemes = [scheme for scheme in PAPER if scheme != "centralized"]
     return [
         Ring(scheme=scheme, gamma=gamma, seed=seed)
@@ -113,8 +113,8 @@ def demo(seeds: int) -> list[Run | Ring]:
 
 
 FIGURES: dict[str, Figure] = {
-    "fig1": Figure("Separability: centralised and naive BatchNorm on the Gaussian ring", fig1),
-    "fig2": Figure("Normalisation: FBN, FixBN, and the distance from centralised", fig2),
+    "fig1": Figure("Separability: centralized and naive BatchNorm on the Gaussian ring", fig1),
+    "fig2": Figure("Normalization: FBN, FixBN, and the distance from centralized", fig2),
     "fig3": Figure("Accuracy against gamma, and curves at gamma 0.01 and 0", fig3),
     "fig5": Figure("Accuracy against Dirichlet's alpha, and curves at alpha 0.1 and gamma 0", fig5),
 }

@@ -202,7 +202,7 @@ def _check_weights(file: Path, config: Run | Ring) -> None:
         raise DamagedError(f"{file}: {' '.join(str(error).split())[:200]}") from None
 
 
-_POINTS = ("points", "labels", "normalised", "centralised")
+_POINTS = ("points", "labels", "normalised", "centralised")  # as the first release wrote them
 
 
 def _file_digest(file: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from ..data import datasets, partition
 from ..simulation import models
 from ..simulation.recipe import learning_rate, stream, torch_seed
-from ..simulation.ring import Ring, normalise_ring
+from ..simulation.ring import Ring, normalize_ring
 from ..simulation.simulator import Engine, Simulation
 from ..storage.files import BusyError, DamagedError, read_bytes
 from ..storage.values import parse
@@ -237,6 +237,9 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     return {key: last[key] for key in kept if key in last} | {"best_accuracy": best}
 
 
+_IN_FILES = {"normalized": "normalised", "centralized": "centralised"}  # as the first release wrote them
+
+
 def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
     """All rounds in one go: it takes a fraction of a second, so there is nothing to resume."""
 
@@ -244,11 +247,12 @@ def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
         folder.restore()
         _note_environment(folder, torch.device("cpu"), 0)
         options.watcher.begin(config, 0)
-        result = normalise_ring(config)
+        result = normalize_ring(config)
         for i, distance in enumerate(result.distance.tolist()):
             folder.append({"round": i + 1, "distance": distance})
         options.watcher.advance(config.rounds, None)
-        folder.finish(result._asdict(), {"distance": result.distance.mean().item()})
+        tensors = {_IN_FILES.get(name, name): tensor for name, tensor in result._asdict().items()}
+        folder.finish(tensors, {"distance": result.distance.mean().item()})
 
     return work
 

@@ -68,9 +68,9 @@ def union(count: Tensor, mean: Tensor, var: Tensor, sizes: Tensor) -> Flat:
     share = spread(count.to(mean.dtype) / total.clamp(min=1), sizes, mean.shape[-1])
     there = share > 0
     mean, var = torch.where(there, mean, 0), torch.where(there, var, 0)
-    centre = (share * mean).sum(0)
-    within = (share * (var + (mean - centre).square())).sum(0)
-    return Flat(total, refused.sum(0), centre, within)
+    center = (share * mean).sum(0)
+    within = (share * (var + (mean - center).square())).sum(0)
+    return Flat(total, refused.sum(0), center, within)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:

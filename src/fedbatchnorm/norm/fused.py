@@ -18,7 +18,7 @@ from .gradient import held
 from .reduce import mean_and_variance, over_channels, statistics_dtype
 
 
-def relu_normalise(
+def relu_normalize(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
     *, eps: float, clients: int, before: bool, after: bool, share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -48,19 +48,19 @@ def relu_normalise(
     Example:
         >>> z = torch.tensor([[-2.0], [3.0], [5.0], [5.0]])
         >>> settings = {"eps": 0.0, "clients": 2, "before": True, "after": False}
-        >>> y, u, s = relu_normalise(z, None, torch.ones(1), torch.full((1,), 4.0), None, None, **settings)
+        >>> y, u, s = relu_normalize(z, None, torch.ones(1), torch.full((1,), 4.0), None, None, **settings)
         >>> y.flatten().tolist(), u.flatten().tolist(), s.flatten().tolist()
         ([-0.5, 1.0, 2.0, 2.0], [1.5, 5.0], [2.25, 0.0])
     """
     return operator(z, shift, mean, var, weight, bias, eps, clients, before, after, share)
 
 
-@torch.library.custom_op("fedbatchnorm::relu_normalise", mutates_args=())
+@torch.library.custom_op("fedbatchnorm::relu_normalize", mutates_args=())
 def operator(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
     eps: float, clients: int, before: bool, after: bool, share: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`relu_normalise` as torch's operator, which compiled code sees as one node."""
+    """`relu_normalize` as torch's operator, which compiled code sees as one node."""
     outputs = _empty_outputs(z, clients)
     if z.numel() == 0:
         return outputs[0], outputs[1].zero_(), outputs[2].zero_()
@@ -77,7 +77,7 @@ def operator(
     return outputs
 
 
-@torch.library.custom_op("fedbatchnorm::relu_normalise_backward", mutates_args=())
+@torch.library.custom_op("fedbatchnorm::relu_normalize_backward", mutates_args=())
 def _operator_backward(
     gradient: Tensor, z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
     bias: Tensor | None, seen_mean: Tensor | None, seen_var: Tensor | None, share: Tensor | None,
@@ -102,7 +102,7 @@ def _operator_backward(
         seen = (seen_mean, seen_var, share) if share is not None else None
         kernels.backward(gradient, z, vectors, seen, outputs, eps=eps, before=before, after=after)  # pyrefly: ignore
         return outputs
-    u, x, normalised, y = _steps(z, vectors, eps, before)
+    u, x, normalized, y = _steps(z, vectors, eps, before)
     g = gradient.to(y.dtype)
     g = g.masked_fill(y <= 0, 0) if after else g
     factor = (var.to(y.dtype) + eps).rsqrt()
@@ -111,7 +111,7 @@ def _operator_backward(
         dz = held(dz, x, seen_mean, seen_var, None, eps, share)
     dz = dz.masked_fill(u <= 0, 0) if before else dz
     outputs[0].copy_(dz)
-    outputs[1].copy_(torch.stack([_sums(t, outputs[1]) for t in (dz, g * normalised, g)], -2))
+    outputs[1].copy_(torch.stack([_sums(t, outputs[1]) for t in (dz, g * normalized, g)], -2))
     return outputs
 
 
@@ -131,9 +131,9 @@ def _steps(z: Tensor, vectors: Vectors, eps: float, before: bool) -> tuple[Tenso
     shift, mean, var, weight, bias = (None if v is None else over_channels(v.to(z.dtype), z) for v in vectors)
     u = z if shift is None else z + shift
     x = u.relu() if before else u
-    normalised = (x - mean) * (var + eps).rsqrt()  # pyrefly: ignore
-    y = normalised if weight is None else normalised * weight
-    return u, x, normalised, y if bias is None else y + bias
+    normalized = (x - mean) * (var + eps).rsqrt()  # pyrefly: ignore
+    y = normalized if weight is None else normalized * weight
+    return u, x, normalized, y if bias is None else y + bias
 
 
 @operator.register_fake

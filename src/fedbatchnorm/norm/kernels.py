@@ -227,7 +227,7 @@ def _gradient_sums(
     rstd = tl.rsqrt(_per_channel(var_pointer, shared, inside, 1.0, dtype) + EPS)
     scale = rstd * _per_channel(weight_pointer, own, inside, 1.0, dtype)
     bias = _per_channel(bias_pointer, own, inside, 0.0, dtype)
-    centre = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+    center = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
 
     row = _row_in_tile(UNROLL, ROWS)
     within = row * CHANNELS + channel
@@ -244,7 +244,7 @@ def _gradient_sums(
         if AFTER:
             gradient = tl.where((x - mean) * scale + bias <= 0, 0.0, gradient)
         level += tl.sum(gradient, 1)
-        slope += tl.sum(gradient * (x - centre), 1)
+        slope += tl.sum(gradient * (x - center), 1)
         here += TILE * CHANNELS
         left -= TILE
 
@@ -305,7 +305,7 @@ def _backward(
     scale = rstd * _per_channel(weight_pointer, own, inside, 1.0, dtype)
     bias = _per_channel(bias_pointer, own, inside, 0.0, dtype)
     if held_pointer is not None:
-        centre = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
+        center = tl.load(seen_pointer + client * CHANNELS + channel, mask=inside, other=0.0).to(dtype)
         level = tl.load(held_pointer + client * (2 * CHANNELS) + channel, mask=inside, other=0.0)
         slope = tl.load(held_pointer + client * (2 * CHANNELS) + CHANNELS + channel, mask=inside, other=0.0)
 
@@ -324,13 +324,13 @@ def _backward(
         x = u
         if BEFORE:
             x = _relu(u)
-        centred = x - mean
+        centered = x - mean
         if AFTER:
-            gradient = tl.where(centred * scale + bias <= 0, 0.0, gradient)
+            gradient = tl.where(centered * scale + bias <= 0, 0.0, gradient)
         for_bias += tl.sum(gradient, 1)
-        for_weight += tl.sum(gradient * centred, 1)
+        for_weight += tl.sum(gradient * centered, 1)
         if held_pointer is not None:
-            gradient -= level + slope * (x - centre)  # pyrefly: ignore
+            gradient -= level + slope * (x - center)  # pyrefly: ignore
             if not EVEN:
                 gradient = tl.where(row < left, gradient, 0.0)
         gradient *= scale

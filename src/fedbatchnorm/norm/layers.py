@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .flat import Flat, grouped, side_by_side, split, union
 from .gradient import GRADIENT, Limit, limit_for
-from .moments import Moments, Running, absorb, accumulator_dtype, normalise, settings_problem
+from .moments import Moments, Running, absorb, accumulator_dtype, normalize, settings_problem
 from .reduce import in_transform
 from .watch import Noted, note, touched
 
@@ -126,7 +126,7 @@ class FederatedBatchNorm(_BatchNorm):
         running = Running(self.running_mean, self.running_var, eps=self.eps)
         limit = limit_for(self.gradient) if self.limit == "auto" else self.limit
         held = {"gradient": self.gradient, "limit": limit}
-        y, moments = normalise(input, running, weight=self.weight, bias=self.bias, **held)
+        y, moments = normalize(input, running, weight=self.weight, bias=self.bias, **held)
         if torch.compiler.is_compiling():
             self._keep()
             self._add(moments)
@@ -315,7 +315,7 @@ class FederatedBatchNorm3d(FederatedBatchNorm, nn.BatchNorm3d):
 
 
 class FederatedSyncBatchNorm(FederatedBatchNorm, nn.SyncBatchNorm):
-    """What `torch.nn.SyncBatchNorm` becomes: any number of dimensions, nothing synchronised.
+    """What `torch.nn.SyncBatchNorm` becomes: any number of dimensions, nothing synchronized.
 
     A client with several GPUs brings its moments together in `collect(model, group=...)`.
     """

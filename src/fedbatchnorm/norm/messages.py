@@ -110,9 +110,9 @@ def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dic
     sums = {}
     for name, running in shared.items():
         count, mean, var = update[name]
-        centre, scale = _standard(running)
-        _same_shape(f"layer {name!r}: moments", centre, mean, var)
-        shift = mean.double() - centre
+        center, scale = _standard(running)
+        _same_shape(f"layer {name!r}: moments", center, mean, var)
+        shift = mean.double() - center
         sums[name] = Sums(
             float(count), count * shift / scale, count * (var.double() + shift.square()) / scale.square()
         )
@@ -142,12 +142,12 @@ def from_sums(total: Mapping[str, Sums], shared: Mapping[str, Running]) -> Updat
         count, z, zz = float(total[name].count), total[name].z.double(), total[name].zz.double()
         if not (math.isfinite(count) and count >= 0 and count == round(count)):
             raise ValueError(f"layer {name!r}: the total count is {count}, not a whole number of values")
-        centre, scale = _standard(running)
-        _same_shape(f"layer {name!r}: sums", centre, z, zz)
+        center, scale = _standard(running)
+        _same_shape(f"layer {name!r}: sums", center, z, zz)
         mean, square = z / max(count, 1), zz / max(count, 1)
         var = square - mean.square()
         var = torch.where((var < 0) & (var > -1e-9 * square), 0, var)
-        seen_mean = centre + scale * mean if count else torch.zeros_like(mean)
+        seen_mean = center + scale * mean if count else torch.zeros_like(mean)
         layers[name] = Moments(int(count), seen_mean, scale.square() * var)
     return Update(layers, round=version(shared))
 

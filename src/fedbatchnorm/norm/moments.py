@@ -72,7 +72,7 @@ def measure(x: Tensor, clients: int = 1) -> Moments:
     return Moments(count, *mean_and_variance(x.detach(), clients))
 
 
-def normalise(
+def normalize(
     x: Tensor,
     running: Running,
     *,
@@ -102,7 +102,7 @@ def normalise(
         The normalized input, and Moments of shape (clients, c).
 
     Example:
-        >>> y, seen = normalise(torch.tensor([[4.0], [8.0]]), Running(torch.zeros(1), torch.ones(1)))
+        >>> y, seen = normalize(torch.tensor([[4.0], [8.0]]), Running(torch.zeros(1), torch.ones(1)))
         >>> seen.count, seen.mean.item(), seen.var.item()
         (2, 6.0, 4.0)
     """
@@ -194,9 +194,9 @@ def combine(moments: Moments) -> Moments:
     mean, var = (t.to(accumulator_dtype(t)) for t in (mean, var))
     total = count.sum()
     share = (count.to(mean.dtype) / total.clamp(min=1)).unsqueeze(-1)
-    centre = _ordered_sum(share * mean)
-    spread = _ordered_sum(share * (var + (mean - centre).square()))
-    return Moments(total, centre, spread)
+    center = _ordered_sum(share * mean)
+    spread = _ordered_sum(share * (var + (mean - center).square()))
+    return Moments(total, center, spread)
 
 
 def absorb(seen: Moments, new: Moments) -> tuple[Moments, Tensor]:

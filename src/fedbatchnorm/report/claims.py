@@ -71,7 +71,7 @@ def _alike(group: Comparison) -> Measured:
 def _against_centralized(
     scheme: str, gamma: float, agrees: Callable[[float], bool], best: bool = False
 ) -> Callable[[Comparison], Measured]:
-    """A scheme and centralised training at one gamma; `agrees` judges how many points it is behind."""
+    """A scheme and centralized training at one gamma; `agrees` judges how many points it is behind."""
 
     def measure(group: Comparison) -> Measured:
         read = group.best if best else group.final
@@ -80,7 +80,7 @@ def _against_centralized(
             return None
         behind = 100 * (central.mean - ours.mean)
         kind = "best" if best else "final"
-        text = f"{kind}: {_TITLE[scheme]} {ours.percent()}, centralised {central.percent()} ({-behind:+.1f})"
+        text = f"{kind}: {_TITLE[scheme]} {ours.percent()}, centralized {central.percent()} ({-behind:+.1f})"
         return text, agrees(behind)
 
     return measure
@@ -103,7 +103,7 @@ def _before_the_switch(group: Comparison) -> Measured:
         if not earlier:
             return None
         found.append(100 * earlier[-1].mean)
-    return f"just before the switch: FixBN {found[0]:.1f}, centralised {found[1]:.1f}", found[1] - found[
+    return f"just before the switch: FixBN {found[0]:.1f}, centralized {found[1]:.1f}", found[1] - found[
         0
     ] >= 10
 
@@ -176,7 +176,7 @@ ACCURACY_CLAIMS = [
     Claim(
         "section 4",
         "At gamma 0.01 naive BatchNorm loses 40 points, to 40%.",
-        "at least 20 points behind centralised",
+        "at least 20 points behind centralized",
         _against_centralized("naive", 0.01, lambda behind: behind >= 20),
     ),
     Claim(
@@ -205,7 +205,7 @@ ACCURACY_CLAIMS = [
     ),
     Claim(
         "section 4",
-        "At gamma 0 FBN matches the 80% of centralised training.",
+        "At gamma 0 FBN matches the 80% of centralized training.",
         "at most 1.5 points behind",
         _against_centralized("fbn", 0.0, lambda behind: behind <= 1.5, best=True),
     ),
@@ -217,7 +217,7 @@ ACCURACY_CLAIMS = [
     ),
     Claim(
         "section 4",
-        "FBN almost exactly follows centralised training throughout, at gamma 0.",
+        "FBN almost exactly follows centralized training throughout, at gamma 0.",
         "at most 3 points apart after a third of the rounds",
         _throughout,
     ),
@@ -226,7 +226,7 @@ ACCURACY_CLAIMS = [
 RING_CLAIMS = [
     Claim(
         "figure 1",
-        "Centralised BatchNorm keeps the classes separable.",
+        "Centralized BatchNorm keeps the classes separable.",
         "more than 95% nearest to their own class",
         _separable("centralized", lambda share: share > 0.95),
     ),
@@ -238,7 +238,7 @@ RING_CLAIMS = [
     ),
     Claim(
         "figure 2a",
-        "FBN keeps them separable, nearly as centralised.",
+        "FBN keeps them separable, nearly as centralized.",
         "more than 95% nearest to their own class",
         _separable("fbn", lambda share: share > 0.95),
     ),

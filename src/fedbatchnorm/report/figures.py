@@ -1,7 +1,7 @@
-"""The paper's figures, drawn with matplotlib: readable in print, and by the colour-blind.
+"""The paper's figures, drawn with matplotlib: readable in print, and by the color-blind.
 
 Every function takes results and returns a matplotlib Figure; `save` writes it as SVG and PNG. Schemes are
-told apart by colour, marker and line alike (colours by Okabe and Ito).
+told apart by color, marker and line alike (colors by Okabe and Ito).
 """
 
 import io
@@ -28,8 +28,8 @@ from .groups import (
     shared_curves,
 )
 
-COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-COLOURS += ("#882255", "#999933", "#332288", "#888888")
+COLORS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+COLORS += ("#882255", "#999933", "#332288", "#888888")
 MARKERS, LINES = "sovDP^X<>*p", ("--", "-", "-.", ":", "-", "--", "-.", ":", "-", "--", "-.")
 _CLASSES = (
     "#332288",
@@ -71,7 +71,7 @@ FIGURE2 = {("fbn", 0.0), ("fixbn", 0.0)}
 
 @styled
 def figure1(ring: Rings) -> Figure:
-    """Points before and after normalisation, centralised and naive, one class a client."""
+    """Points before and after normalization, centralized and naive, one class a client."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
     for axis, letter, scheme in zip(panels, "ab", ("centralized", "naive"), strict=True):
@@ -85,14 +85,14 @@ def figure1(ring: Rings) -> Figure:
         inset.set(xlim=(-2.9, 2.9), ylim=(-3.4, 3.4), xticks=[-2, 0, 2], yticks=[-2, 0, 2])
         inset.tick_params(labelsize=7)
         inset.set_title("after, enlarged", fontsize=8, pad=3)
-    note = "dots: before normalisation; crosses: after; a colour for each class, which is a client's own"
+    note = "dots: before normalization; crosses: after; a color for each class, which is a client's own"
     figure.supxlabel(note, fontsize=8)
     return figure
 
 
 @styled
 def figure2(ring: Rings) -> Figure:
-    """FBN's and FixBN's points after the last round, and every scheme's distance from centralised."""
+    """FBN's and FixBN's points after the last round, and every scheme's distance from centralized."""
     figure = Figure(figsize=(11, 3.9), layout="constrained")
     *pictures, error = figure.subplots(1, 3)
     for axis, letter, scheme in zip(pictures, "ab", ("fbn", "fixbn"), strict=True):
@@ -103,7 +103,7 @@ def figure2(ring: Rings) -> Figure:
         reach = max(2.2, 1.1 * data["normalised"].abs().max().item())
         _square(axis, reach)
         axis.set_title(f"({letter}) {SCHEMES[scheme].title}, round {len(first.metrics)}")
-        axis.set_xlabel("crosses: the scheme; circles: centralised", fontsize=8)
+        axis.set_xlabel("crosses: the scheme; circles: centralized", fontsize=8)
     levels = sorted({gamma for _, gamma in ring}, reverse=True)
     for scheme in SCHEMES:
         found = ring_distances(ring, scheme)
@@ -111,7 +111,7 @@ def figure2(ring: Rings) -> Figure:
             xs = [levels.index(g) for g in found]
             _line(error, SCHEMES[scheme].title, xs, list(found.values()))
     error.set(
-        title="(c) distance from centralised", xlabel="gamma (alike → one class each)", ylabel="mean distance"
+        title="(c) distance from centralized", xlabel="gamma (alike → one class each)", ylabel="mean distance"
     )
     error.set_xticks(range(len(levels)), [f"{g:g}" for g in levels])
     error.set_ylim(bottom=0)
@@ -195,7 +195,7 @@ def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
         [s[0] for s in spots],
         [s[1] for s in spots],
         [160 * s[2] / most for s in spots],
-        color=COLOURS[1],
+        color=COLORS[1],
         linewidths=0,
     )
     axis.set(
@@ -229,8 +229,8 @@ def svg(figure: Figure, standalone: bool = False) -> str:
 
 def _style_of(label: str) -> dict[str, Any]:
     titles = [scheme.title for scheme in SCHEMES.values()]
-    i = titles.index(label.partition(",")[0]) % len(COLOURS)
-    return {"color": COLOURS[i], "linestyle": LINES[i], "marker": MARKERS[i]}
+    i = titles.index(label.partition(",")[0]) % len(COLORS)
+    return {"color": COLORS[i], "linestyle": LINES[i], "marker": MARKERS[i]}
 
 
 def _line(axis: Axes, label: str, xs: list[int], spreads: list[Spread]) -> None:

@@ -16,7 +16,7 @@ _CLIENTS = 10  # in the paper
 Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' results, seed 0 first
 
 
-NO_ATTACK, NO_DEFENSE = "no attack", "no defence"
+NO_ATTACK, NO_DEFENSE = "no attack", "no defense"
 ALONE = "the honest alone"  # no attack, and no more clients than are honest under attack
 _CALM = (NO_ATTACK, ALONE)
 
@@ -262,13 +262,13 @@ def final_table(
 
 
 def ring_distances(ring: Rings, scheme: str) -> dict[float, Spread]:
-    """gamma -> a scheme's distance from centralised over seeds, from alike to heterogeneous."""
+    """gamma -> a scheme's distance from centralized over seeds, from alike to heterogeneous."""
     found = {g: Spread.of([r.summary["distance"] for r in rs]) for (s, g), rs in ring.items() if s == scheme}
     return dict(sorted(found.items(), reverse=True))
 
 
 def ring_table(ring: Rings) -> tuple[list[str], list[list[str]]]:
-    """Distances from centralised: the header, and a row for each scheme."""
+    """Distances from centralized: the header, and a row for each scheme."""
     levels = sorted({gamma for _, gamma in ring}, reverse=True)
     rows = []
     for name, scheme in SCHEMES.items():

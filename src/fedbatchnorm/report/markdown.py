@@ -61,8 +61,8 @@ def write_markdown(*places: Path, page: Path, found: Gathered | None = None) -> 
         if ring.keys() >= figures.FIGURE1:
             parts.append(_section("Figure 1: separability", figures.figure1(ring), pictures, "fig1", taken))
         if ring.keys() >= figures.FIGURE2:
-            parts.append(_section("Figure 2: normalisation", figures.figure2(ring), pictures, "fig2", taken))
-        distances = "Mean distance of the normalised points from the centralised ones:\n\n"
+            parts.append(_section("Figure 2: normalization", figures.figure2(ring), pictures, "fig2", taken))
+        distances = "Mean distance of the normalized points from the centralized ones:\n\n"
         parts.append(distances + table(*ring_table(ring)))
     for group in groups:
         name = group.figure()

@@ -82,21 +82,21 @@ def _ring_sections(ring: Rings, out: Path, suffix: str) -> list[dict[str, Any]]:
     sections = []
     if ring.keys() >= figures.FIGURE1:
         text = (
-            "Ten clients hold one class each, 30 points around a corner of a ring. Centralised BatchNorm "
+            "Ten clients hold one class each, 30 points around a corner of a ring. Centralized BatchNorm "
             "rescales the ring. Naive BatchNorm moves every client's class to the origin, on top of the "
             "others."
         )
-        title = "Figure 1: does normalisation keep the classes apart?"
+        title = "Figure 1: does normalization keep the classes apart?"
         section = _section(title, text, figures.figure1(ring), out, f"fig1{suffix}")
         sections.append(section | {"claims": judge_rings(ring, "figure 1")})
     if ring.keys() >= figures.FIGURE2:
         text = (
-            "FBN's picture is nearly the centralised one. FixBN freezes a variance that misses the spread "
+            "FBN's picture is nearly the centralized one. FixBN freezes a variance that misses the spread "
             "between clients: its points stay apart, at the wrong scale. Right: the mean distance of the "
-            "normalised points from the centralised ones over all rounds; bars are one standard deviation "
+            "normalized points from the centralized ones over all rounds; bars are one standard deviation "
             "over seeds. At gamma 1 FixBN is closer than FBN."
         )
-        title = "Figure 2: what FBN and FixBN do, and how far from centralised"
+        title = "Figure 2: what FBN and FixBN do, and how far from centralized"
         section = _section(title, text, figures.figure2(ring), out, f"fig2{suffix}")
         sections.append(section | {"claims": judge_rings(ring, "figure 2")})
     return sections

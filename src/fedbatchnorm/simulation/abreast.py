@@ -180,7 +180,7 @@ def first_step_abreast(
     x = federation.data.inputs(federation.samples(chosen.flatten())).unflatten(0, chosen.shape)
     federation.model.train()
     for layer in layers.values():
-        layer.start(phase._replace(normalise=phase.first, settings=()))
+        layer.start(phase._replace(normalize=phase.first, settings=()))
     stacked = dict(zip(packing.names, packing.views(rows.weights), strict=True))
     weights = keep / sizes.to(rows.weights.dtype)
     arguments = x, federation.data.train.y[chosen], len(x), machine.half, stacked, weights

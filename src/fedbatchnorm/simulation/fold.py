@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..norm.classes import only_normalizes
 from ..norm.convert import conversion_problem
-from ..norm.fused import relu_normalise
+from ..norm.fused import relu_normalize
 from ..norm.moments import Moments, Running
 from .normalizers import with_shared
 from .schemes import Phase, Scheme, Setting
@@ -46,11 +46,11 @@ class FoldedNorm(_BatchNorm):
         clients, running = 1 if self.phase.union else self.clients, self.running()
         possible = input.dim() in (2, 4) and clients <= _MOST_FUSED and self.keep is None
         more: dict[str, Any] = {name: self.settings[name] for name in self.phase.settings if self.settings}
-        fused = self.fused and self.phase.normalise is with_shared and possible and more.get("limit") is None
+        fused = self.fused and self.phase.normalize is with_shared and possible and more.get("limit") is None
         if fused and torch.compiler.is_compiling():
             constants = running.mean, running.var, self.weight, self.bias
             alone = {"eps": self.eps, "clients": clients, "before": False, "after": False}
-            y, *seen = relu_normalise(
+            y, *seen = relu_normalize(
                 input, None, *constants, **alone, share=_as_tensor(more.get("gradient"))
             )
             moments = Moments(input.numel() // input.shape[1] // clients, *seen)
@@ -58,7 +58,7 @@ class FoldedNorm(_BatchNorm):
             more |= {name: getattr(self, name) for name in self.phase.learned}
             if self.keep is not None:
                 more["keep"] = self.keep
-            y, moments = self.phase.normalise(
+            y, moments = self.phase.normalize(
                 input, running, clients=clients, weight=self.weight, bias=self.bias, **more
             )
         self.seen.append(moments)

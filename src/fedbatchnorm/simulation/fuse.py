@@ -56,7 +56,7 @@ def fused_inductor(module: fx.GraphModule, example_inputs: list[Any]) -> Callabl
     """A backend of torch.compile: torch's own, after the graph has been rewritten where that is faster."""
     from torch._inductor.compile_fx import compile_fx
 
-    fused = take_over_neighbours(module.graph)
+    fused = take_over_neighbors(module.graph)
     if any(isinstance(x, Tensor) and x.device.type == _REWRITTEN for x in example_inputs):
         convolve_by_patches(module.graph)
         add_biases_apart(module.graph)
@@ -67,7 +67,7 @@ def fused_inductor(module: fx.GraphModule, example_inputs: list[Any]) -> Callabl
     return compile_fx(module, example_inputs)  # pyrefly: ignore
 
 
-def take_over_neighbours(graph: fx.Graph) -> int:
+def take_over_neighbors(graph: fx.Graph) -> int:
     """Give each normalization the ReLU beside it; returns how many took one over.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..norm.moments import Moments, Running, normalise, with_constants
+from ..norm.moments import Moments, Running, normalize, with_constants
 from ..norm.reduce import in_transform, over_channels, statistics_dtype
 
 
@@ -93,7 +93,7 @@ def with_shared(
     """
     if keep is None:
         held = {"gradient": gradient, "limit": limit}
-        return normalise(x, running, clients=clients, weight=weight, bias=bias, **held)
+        return normalize(x, running, clients=clients, weight=weight, bias=bias, **held)
     count, mean, var = _measure_kept(x.detach(), clients, keep)
     seen = Moments(count, mean.reshape(clients, -1), var.reshape(clients, -1))
     return with_constants(x, running, weight, bias, seen, gradient, limit, keep), seen

@@ -54,24 +54,24 @@ class RingResult(NamedTuple):
     """What came out: the distance in each round, the last round's points, and the running statistics.
 
     distance: (rounds,), mean Euclidean distance of the normalized points from the centralized ones.
-    points, normalised, centralised: (clients, points, 2); labels: (clients, points).
+    points, normalized, centralized: (clients, points, 2); labels: (clients, points).
     mean, var: (2,).
     """
 
     distance: Tensor
     points: Tensor
     labels: Tensor
-    normalised: Tensor
-    centralised: Tensor
+    normalized: Tensor
+    centralized: Tensor
     mean: Tensor
     var: Tensor
 
 
-def normalise_ring(config: Ring) -> RingResult:
+def normalize_ring(config: Ring) -> RingResult:
     """Run a scheme and centralized BatchNorm on the same points, side by side.
 
     Example:
-        >>> far, near = (normalise_ring(Ring(scheme=s, rounds=20)).distance[-1] for s in ("naive", "fbn"))
+        >>> far, near = (normalize_ring(Ring(scheme=s, rounds=20)).distance[-1] for s in ("naive", "fbn"))
         >>> bool(near < far)
         True
     """
@@ -82,19 +82,19 @@ def normalise_ring(config: Ring) -> RingResult:
     for step in range(config.rounds):
         points, labels = ring_points(config.clients, config.points, config.gamma, generator)
         x = points.flatten(0, 1)
-        centralised, _ = central.normalise(x, running)
+        centralized, _ = central.normalize(x, running)
         phase = scheme.phase(step, config.switch_step())
-        normalised, seen = phase.normalise(x, running, clients=1 if phase.union else config.clients)
+        normalized, seen = phase.normalize(x, running, clients=1 if phase.union else config.clients)
         if phase.share is not None and seen is not None:
             running = phase.share(running, seen)
-        distance.append((normalised - centralised).norm(dim=1).mean())
-    normalised, centralised = normalised.view_as(points), centralised.view_as(points)
+        distance.append((normalized - centralized).norm(dim=1).mean())
+    normalized, centralized = normalized.view_as(points), centralized.view_as(points)
     distances = torch.stack(distance)
-    return RingResult(distances, points, labels, normalised, centralised, running.mean, running.var)
+    return RingResult(distances, points, labels, normalized, centralized, running.mean, running.var)
 
 
 def separability(points: Tensor, labels: Tensor) -> float:
-    """The share of points whose nearest class centre is that of their own class: 1 if classes lie apart.
+    """The share of points whose nearest class center is that of their own class: 1 if classes lie apart.
 
     Args:
         points: (..., 2).
@@ -102,6 +102,6 @@ def separability(points: Tensor, labels: Tensor) -> float:
     """
     points, labels = points.flatten(0, -2), labels.flatten()
     classes = labels.unique()
-    centres = torch.stack([points[labels == c].mean(0) for c in classes])
-    nearest = classes[torch.cdist(points, centres).argmin(1)]
+    centers = torch.stack([points[labels == c].mean(0) for c in classes])
+    nearest = classes[torch.cdist(points, centers).argmin(1)]
     return (nearest == labels).double().mean().item()

@@ -33,7 +33,7 @@ class Survey(NamedTuple):
 
     images: samples in the batch, or all that the client holds if it has fewer.
     momentum: of the shared statistics toward the merged ones.
-    normalise: what the pass normalizes with, if not what training does.
+    normalize: what the pass normalizes with, if not what training does.
     by_images: counts are images, not values, in the merged variance's correction.
     again: before an evaluation, the round's clients make the pass again with the new weights, and the model
         is evaluated with the merged statistics alone.
@@ -41,7 +41,7 @@ class Survey(NamedTuple):
 
     images: int
     momentum: float
-    normalise: Normalize | None = None
+    normalize: Normalize | None = None
     by_images: bool = False
     again: bool = False
 
@@ -49,7 +49,7 @@ class Survey(NamedTuple):
 class Phase(NamedTuple):
     """What happens in each round of a stretch of training.
 
-    normalise: (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None).
+    normalize: (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None).
     share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
     merge_rows: the same from rows that clients may lie about, through the server's rule:
         (means (n, d), variances (n, d), beta=, total=, aggregator=) -> (mean (d,), variance (d,)).
@@ -58,13 +58,13 @@ class Phase(NamedTuple):
     kept: what a client keeps over its local steps: moments of all that it saw, or running statistics.
     first: what the first local step normalizes with, all clients of the round side by side.
     survey: statistics come from a pass of their own, not from the training steps.
-    learned: parameters of a layer that `normalise` takes beside weight and bias, one value a channel; they
+    learned: parameters of a layer that `normalize` takes beside weight and bias, one value a channel; they
         start at 0.
     population: the spread between the clients of a cohort is corrected to that between all clients.
-    settings: of the recipe, which `normalise` takes by name: the gradient's share, the blend.
+    settings: of the recipe, which `normalize` takes by name: the gradient's share, the blend.
     """
 
-    normalise: Normalize
+    normalize: Normalize
     share: Share | None
     merge_rows: MergeRows | None = None
     pooled: bool = True
@@ -114,18 +114,18 @@ _NAIVE = Phase(with_own_batch, average, average_rows, pooled=False)
 _UNION = Phase(with_own_batch, merge_exactly, union=True)
 _MERGED = Phase(with_shared, merge_exactly, robust_update, kept=MOMENTS, population=True)
 _FBN = _MERGED._replace(settings=("gradient", "limit"))
-_BLEND = _MERGED._replace(normalise=with_blend, settings=("blend",))
+_BLEND = _MERGED._replace(normalize=with_blend, settings=("blend",))
 _LOCAL = Phase(with_own_batch, None)
 _FEDTAN = _NAIVE._replace(first=with_all_clients)
 _HBN_SURVEY = Survey(images=64, momentum=0.002, by_images=True, again=True)
 _HBN = Phase(with_mixture, merge_exactly, robust_update, kept=MOMENTS, survey=_HBN_SURVEY, learned=("mix",))
 _FEDAVG = ("fedavg",)
 
-CALIBRATION = Survey(images=64, momentum=1.0, normalise=with_own_batch)
+CALIBRATION = Survey(images=64, momentum=1.0, normalize=with_own_batch)
 
 SCHEMES: dict[str, Scheme] = {
     "centralized": Scheme(
-        "Centralised", "BatchNorm on the union of all batches", _UNION, _UNION, algorithms=("dsgd",)
+        "Centralized", "BatchNorm on the union of all batches", _UNION, _UNION, algorithms=("dsgd",)
     ),
     "fbn": Scheme("FBN", "shared statistics as constants; total-variance merge", _FBN, _FBN),
     "fixbn": Scheme("FixBN", "naive, then frozen from the switch step on", _NAIVE, Phase(with_frozen, None)),

@@ -82,8 +82,8 @@ def stacked(model: nn.Module, half: bool = False) -> nn.Module:
 
 def phase_can_be_stacked(phase: Phase, scheme: Scheme) -> bool:
     """Whether clients abreast can normalize as a phase says: with their own batch, or with what all share."""
-    shared = phase.normalise in (with_shared, with_frozen) and "statistics" not in scheme.own
-    fine = shared or phase.normalise is with_own_batch
+    shared = phase.normalize in (with_shared, with_frozen) and "statistics" not in scheme.own
+    fine = shared or phase.normalize is with_own_batch
     return fine and not phase.union and phase.survey is None and not phase.learned
 
 

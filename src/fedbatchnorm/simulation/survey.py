@@ -37,7 +37,7 @@ def survey(
     """
     clients, batches = federation.survey_batches(step, how.images)
     phase = (
-        phase if how.normalise is None else phase._replace(normalise=how.normalise, learned=(), settings=())
+        phase if how.normalize is None else phase._replace(normalize=how.normalize, learned=(), settings=())
     )
     set_seed(federation.device, torch_seed(federation.recipe.seed, "survey", step))
     federation.model.train()
