@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedbatchnorm.simulation import convolution, fedavg, fuse, linear, models
+from fedbatchnorm.simulation import convolution, fedavg, fuse, linear, models, stacked
 from fedbatchnorm.simulation.abreast import Abreast
 from fedbatchnorm.simulation.convolution import client_conv
 from fedbatchnorm.simulation.fold import fold
@@ -317,6 +317,16 @@ def test_abreast_equals_lanes(setting):
     assert first.keys() == second.keys()
     for name, value in first.items():
         torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("small", "expected"), [(2**17, 2), (2**10, 0)])
+def test_on_a_cpu_small_batches_go_abreast(small, expected, monkeypatch):
+    monkeypatch.setattr(stacked, "_SMALL", small)
+    simulation, twin, taken, train = abreast("fbn", "mlp", abreast=None, local_steps=2)
+    monkeypatch.setattr(Abreast, "train", train)
+    both(simulation, twin, 2)
+    assert_same(simulation, twin)
+    assert sum(taken) == 2 * expected  # a round has two steps
 
 
 def test_byzantine_clients_lie_as_before():

@@ -45,6 +45,7 @@ SETTINGS = {
 def federation(
     scheme="fbn", model="mlp", kind=("dirichlet", 0.5), clients=5, engine="auto", device="cpu", **recipe
 ):
+    """One client after another; test_abreast.py has the other way."""
     data = datasets.load("digits")
     settings = {
         "algorithm": "fedavg",
@@ -62,7 +63,8 @@ def federation(
         if isinstance(module, nn.Dropout) and recipe.precision == "float64":
             module.p = 0.0
     twin = FedAvgTwin(net, data, parts, recipe)
-    return Simulation(copy.deepcopy(net), data, parts, recipe, engine=engine, device=device), twin
+    how = {"engine": engine, "device": device, "abreast": False}
+    return Simulation(copy.deepcopy(net), data, parts, recipe, **how), twin
 
 
 def both(simulation, twin, rounds=4):

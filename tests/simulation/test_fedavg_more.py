@@ -30,7 +30,7 @@ from twin import Twin
 WITH_STATISTICS = [name for name in SCHEMES_HERE if SCHEMES[name].replace is None]
 
 
-def digits(parts, model="mlp", dropout=False, **recipe):
+def digits(parts, model="mlp", dropout=False, abreast=None, **recipe):
     """A federation of these parts of the digits, and the network that it starts from."""
     data = datasets.load("digits")
     settings = {"algorithm": "fedavg", "batch": 7, "rounds": 4, "precision": "float64", "lr": 0.01}
@@ -40,7 +40,7 @@ def digits(parts, model="mlp", dropout=False, **recipe):
     for module in net.modules():
         if isinstance(module, nn.Dropout) and not dropout:
             module.p = 0.0
-    return Simulation(copy.deepcopy(net), data, parts, recipe), net
+    return Simulation(copy.deepcopy(net), data, parts, recipe, abreast=abreast), net
 
 
 def parts_of(*sizes):
@@ -280,7 +280,7 @@ def test_a_round_looks_at_its_cohort_alone_and_memory_does_not_grow_with_the_cli
     held = {}
     for clients in (10, 10_000):
         parts = [np.arange(i % 1400, i % 1400 + 9) for i in range(clients)]
-        simulation, _ = digits(parts, cohort=10, scheme="naive", server="momentum", **steps)
+        simulation, _ = digits(parts, abreast=False, cohort=10, scheme="naive", server="momentum", **steps)
         fed = simulation.federation
         fed.parts = Watched(fed.parts)
         work = fed.work(0)
@@ -926,12 +926,12 @@ class Scaled(nn.Module):
         return self.scale * self.body(x)
 
 
-def on_digits(model, **recipe):
+def on_digits(model, abreast=None, **recipe):
     data = datasets.load("digits")
     settings = {"algorithm": "fedavg", "clients": 4, "local_steps": 2, "batch": 8, "rounds": 4}
     recipe = Recipe(**settings | recipe)
     parts = partition.iid(data.train.y.numpy(), recipe.honest(), stream(0, "partition"))
-    return Simulation(model, data, parts, recipe)
+    return Simulation(model, data, parts, recipe, abreast=abreast)
 
 
 def test_a_parameter_may_be_a_single_number():
@@ -968,7 +968,7 @@ def test_hbn_is_evaluated_with_the_lies_that_clients_tell():
 
 
 def test_a_round_that_fails_after_training_is_not_repeated_on_top(monkeypatch):
-    simulation = on_digits(models.build("mlp", (1, 8, 8), 10, seed=0), local_state="keep")
+    simulation = on_digits(models.build("mlp", (1, 8, 8), 10, seed=0), abreast=False, local_state="keep")
     simulation.round()
     calls = []
 

@@ -112,7 +112,11 @@ class Machine:
     @property
     def abreast(self) -> bool:
         """Whether clients that train with weights of their own go through one pass where they can."""
-        return self.fuses and self.precision in ("tf32", "bf16") if self._abreast is None else self._abreast
+        if self._abreast is not None:
+            return self._abreast
+        if self.device.type == "cpu":
+            return not self.compiles
+        return self.fuses and self.precision in ("tf32", "bf16")
 
     @property
     def insists(self) -> bool:

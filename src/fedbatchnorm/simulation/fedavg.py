@@ -30,7 +30,7 @@ from .survey import survey
 
 # Clients side by side on a GPU, chosen by measuring on an H200: more do not help.
 _LANES, _LANES_OF_LARGE, _LARGE = 10, 5, 2**23  # bytes of the largest activation of a batch
-_PASS = 2**28  # bytes of the largest activation of clients abreast, about
+_PASS, _PASS_ON_CPU = 2**28, 2**22  # bytes of the largest activation of clients abreast, about
 
 
 class FedAvg:
@@ -69,9 +69,8 @@ class FedAvg:
         self._rows: Rows | None = None
         steps = federation.local_steps()  # of all clients, so that graphs serve every cohort
         self._most_steps, self._usual_steps = int(steps.max()), int(np.median(steps))
-        self._in_a_pass = clients_in_a_pass(
-            self.cohort, chunk or _PASS // (recipe.batch * federation.largest)
-        )
+        fitting = (_PASS_ON_CPU if device.type == "cpu" else _PASS) // (recipe.batch * federation.largest)
+        self._in_a_pass = clients_in_a_pass(self.cohort, chunk or fitting)
         self._abreast: Abreast | None = None
         self._stackable = can_be_stacked(federation, machine, self.packing)
 

@@ -85,7 +85,7 @@ class Simulation:
                 Where compiling fails, a warning says so, and rounds are eager.
             abreast: whether FedAvg's clients go through one pass, each with its own weights, where the scheme
                 allows it; an error if the model does not. If not given, they do on a CUDA GPU in TF32 and
-                bf16, unless the model or the scheme is in the way.
+                bf16, and on a CPU where batches are small, unless the model or the scheme is in the way.
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1")
