@@ -455,22 +455,15 @@ def _check_places(places: Iterable[Path]) -> None:
 
 def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> int:
     """Final accuracies of these runs, as plain text; returns how many have no result."""
-    from .report.groups import comparisons, final_table, ring_table, rings, siege_table, sieges
+    from .report.tables import tables_of
 
     wanted = {digest(config) for config in configs}
     found, left_out = gather(*places)
     _name(left_out, allowed=True)
     results = [r for r in found if r.name in wanted]
-    for ring in rings(results):
-        print("\nGaussian ring: mean distance of the normalized points from the centralized ones")
-        _print_table(*ring_table(ring))
-    for group in comparisons(results):
-        print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")
-        _print_table(*final_table(group))
-    for siege in sieges(results):
-        run = siege.example
-        print(f"\n{run.dataset}, {run.byzantine} of {run.clients} clients lie: final test accuracy (%)")
-        _print_table(*siege_table(siege))
+    for table in tables_of(results):
+        print(f"\n{table.title}")
+        _print_table(table.header, table.rows)
     return len(wanted) - len(results)
 
 

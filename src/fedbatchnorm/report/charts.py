@@ -10,7 +10,6 @@ from ..experiments.results import Unfinished
 from ..simulation.schemes import SCHEMES
 from .groups import (
     ALONE,
-
     NO_ATTACK,
     NO_DEFENSE,
     Group,
@@ -34,7 +33,8 @@ class Mark(NamedTuple):
     """A series: a line, or a cloud of points.
 
     key: its entry in the legend, the same in all panels; x, y: its points; sd: their standard deviations.
-    seeds: single runs, drawn thin, on the same x. dots: at each x, what single runs came to. groups: of a cloud, each point's class; sizes: its area.
+    seeds: single runs, drawn thin, on the same x. dots: at each x, what single runs came to.
+    groups: of a cloud, each point's class; sizes: its area.
     unfinished: whether the runs go on.
     """
 
@@ -97,16 +97,20 @@ class Chart(NamedTuple):
 
 
 def accuracy_chart(group: Group, name: str) -> Chart | None:
-    """Final accuracy against heterogeneity, curves for each level, and differences where they lie together."""
+    """Final accuracy against heterogeneity, curves for each level, and differences of those that are near."""
     lines, levels = group.lines(), group.levels()
     colors = line_colors(lines)
-    panels = _levels_panel(group, [(line, group.label(line), colors[line]) for line in lines], "final accuracy")
+    panels = _levels_panel(
+        group, [(line, group.label(line), colors[line]) for line in lines], "final accuracy"
+    )
     choices = [level_name(group, level) for level in levels]
     for level, choice in zip(levels, choices, strict=True):
         marks = [m for line in lines for m in _curves(group, line, level, group.label(line), colors[line])]
         panels += _curve_panel(marks, choice, choice)
         panels += _difference_panel(group, level, choice, colors)
-    return _chart(name, panels, choices, choices[-2:], f"Test accuracy; {', '.join(map(group.label, lines))}.")
+    return _chart(
+        name, panels, choices, choices[-2:], f"Test accuracy; {', '.join(map(group.label, lines))}."
+    )
 
 
 def attack_chart(group: Group, name: str) -> Chart | None:
@@ -170,7 +174,8 @@ def holdings_chart(holdings: dict[str, Any], title: str, name: str) -> Chart:
     """Who holds which classes: a disc for each client and class, its area the number of samples."""
     samples, classes = holdings["samples"], holdings["classes"]
     spots = [(i, c, n) for i, row in enumerate(samples) for c, n in enumerate(row) if n]
-    mark = Mark("samples", 1, *([spot[i] for spot in spots] for i in range(2)), sizes=[s[2] for s in spots])
+    clients, kinds, counts = ([spot[i] for spot in spots] for i in range(3))
+    mark = Mark("samples", 1, clients, kinds, sizes=counts)
     names = ["".join(c if c.isprintable() else "?" for c in str(name))[:12] for name in classes]
     ticks = [str(i) for i in range(len(samples))]
     panel = Panel("discs", title, "client", "class", [mark], -0.7, len(classes) - 0.3, ticks, names)
@@ -320,5 +325,3 @@ def _cloud(key: str, data: dict[str, Any], what: str, color: int) -> Mark:
 
 def _short(value: float) -> float:
     return round(value, 2)
-
-

@@ -1,7 +1,7 @@
 """Sentences of the paper held against runs: rules that decide, and a verdict for each distinct claim.
 
-A claim has parts: a direction (who is ahead, what grows), and a number where the paper gives one. Each part has
-a rule, and the text of the rule is made from the limits that decide. A claim agrees if all parts hold.
+A claim has parts: a direction (who is ahead, what grows), and a number where the paper gives one. Each has a
+rule, and the text of the rule is made from the limits that decide. A claim agrees if all parts hold.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,19 +12,30 @@ from .groups import Group, Level, Line, Rings, level_name
 
 CLOSE = 5  # points: how near a measured accuracy must be to a number of the paper's
 Verdict = Literal["yes", "partly", "no", "as far as compared", "not run"]
+_ROUNDING = 1e-9
 _MANY = 5  # with more places than this the worst stands for all
 
 
 class Rule(NamedTuple):
-    """A rule in words, and by how much a value keeps it: at least 0 if it holds."""
+    """A rule in words, and by how much a value keeps it: at least 0 if it holds.
+
+    digits: values are rounded to as many before they are judged, as they are shown.
+    """
 
     text: str
     margin: Callable[[float], float]
+    digits: int = 1
 
 
-def at_most(limit: float, what: str) -> Rule:
-    """A value must not be above a limit."""
-    return Rule(f"{what}: at most {limit:g}", lambda value: limit - value)
+def at_most(limit: float, what: str, digits: int = 1) -> Rule:
+    """A value must not be above a limit.
+
+    Example:
+        >>> rule = at_most(3, "points apart")
+        >>> rule.text, rule.margin(2.5), rule.margin(3.5)
+        ('points apart: at most 3', 0.5, -0.5)
+    """
+    return Rule(f"{what}: at most {limit:g}", lambda value: limit - value, digits)
 
 
 def at_least(limit: float, what: str) -> Rule:
@@ -32,14 +43,14 @@ def at_least(limit: float, what: str) -> Rule:
     return Rule(f"{what}: at least {limit:g}", lambda value: value - limit)
 
 
-def more_than(limit: float, what: str) -> Rule:
+def more_than(limit: float, what: str, digits: int = 1) -> Rule:
     """A value must be above a limit."""
-    return Rule(f"{what}: more than {limit:g}", lambda value: value - limit or -1e-9)
+    return Rule(f"{what}: more than {limit:g}", lambda value: value - limit or -1.0, digits)
 
 
 def less_than(limit: float, what: str) -> Rule:
     """A value must be below a limit."""
-    return Rule(f"{what}: less than {limit:g}", lambda value: limit - value or -1e-9)
+    return Rule(f"{what}: less than {limit:g}", lambda value: limit - value or -1.0)
 
 
 def between(low: float, high: float, what: str) -> Rule:
@@ -62,7 +73,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a claim that was judged; `holds` is None where the runs are missing or nothing can be compared."""
+    """A part of a claim, judged; `holds` is None where runs are missing or nothing can be compared."""
 
     kind: Literal["direction", "number"]
     rule: str
@@ -138,18 +149,18 @@ def number(study: Study, rule: Rule, places: Iterable[Place | None]) -> Part:
 
 
 def _part(kind: Literal["direction", "number"], rule: Rule, places: Iterable[Place | None]) -> Part:
-    """The rule judges what is shown: values with one digit."""
+    """The rule must hold at every place; it judges values as they are shown."""
     given = list(places)
     found = [place for place in given if place is not None]
     if not found:
         return Part(kind, rule.text, "not run", None)
-    margins = [rule.margin(round(place.value, 1)) for place in found]
-    holds = min(margins) >= -1e-9
+    margins = [rule.margin(round(place.value, rule.digits)) for place in found]
+    holds = min(margins) >= -_ROUNDING
     if len(found) <= _MANY:
-        text = "; ".join(": ".join(filter(None, place[::2])) for place in found)
+        text = "; ".join(f"{place.where}: {place.shown}".removeprefix(": ") for place in found)
     else:
         worst = found[margins.index(min(margins))]
-        kept = sum(margin >= -1e-9 for margin in margins)
+        kept = sum(margin >= -_ROUNDING for margin in margins)
         text = f"holds at {kept} of {len(found)} places; farthest off, {worst.where}: {worst.shown}"
     missing = len(given) - len(found)
     if missing and holds:

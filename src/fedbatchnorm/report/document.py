@@ -1,4 +1,4 @@
-"""The report as one document: what is said, drawn and tabulated. `page` renders it to HTML, `markdown` to text."""
+"""The report as one document: what is said, drawn and tabulated. `page` and `markdown` render it."""
 
 import re
 from collections import Counter
@@ -20,6 +20,7 @@ from .tables import Table, attack_name, attack_words
 
 ARTICLE = "Overcoming the Challenges of Batch Normalization in Federated Learning"
 AUTHORS = "Guerraoui, Pinot, Rizk, Stephan, Taïani, 2024"
+_IN_TITLES = ("partition", "byzantine", "attack", "targets", "weighting")  # or not worth to be in them
 
 
 class Section(NamedTuple):
@@ -40,7 +41,7 @@ class Claims(NamedTuple):
 
     def counted(self) -> str:
         """How many claims came out how, in words."""
-        verdicts = Counter(finding.verdict() for finding in self.findings)
+        verdicts = Counter[str](finding.verdict() for finding in self.findings)
         words = {"yes": "agree", "partly": "agree partly", "no": "do not agree"}
         words |= {"as far as compared": "agree as far as compared"}
         parts = [f"{verdicts[verdict]} {word}" for verdict, word in words.items() if verdicts[verdict]]
@@ -74,17 +75,17 @@ def build(*places: Path, found: Gathered | None = None) -> Document:
         raise ValueError(nothing_in(Path(places[0]), left_out))
     plain, struck, on_ring = comparisons(results, unfinished), attacked(results, unfinished), rings(results)
     entries = [(group, entry_of(group)) for group in (*plain, *struck)]
-    sections = [
-        *(section for ring in on_ring for section in _ring_sections(ring)),
-        *(_accuracy_section(group, entry) for group, entry in entries[: len(plain)]),
-        *(_attack_section(group, entry) for group, entry in entries[len(plain) :]),
-    ]
+    parts = [(_accuracy_section(*pair), *pair) for pair in entries[: len(plain)]]
+    parts += [(_attack_section(*pair), *pair) for pair in entries[len(plain) :]]
+    parts.sort(key=lambda part: 99 if part[2] is None else int(part[2].figures[0].removeprefix("fig")))
+    sections = [section for ring in on_ring for section in _ring_sections(ring)]
+    sections += _told_apart(parts)
     counted = f"{len(results)} finished runs" + (f", {len(unfinished)} not finished" if unfinished else "")
     return Document(
         headline(plain, struck, on_ring),
         counted if len(results) != 1 else counted.replace("runs", "run", 1),
         _claims(entries, on_ring),
-        _with_names(_told_apart(sections, [*plain, *struck])),
+        _with_names(sections),
         _holdings(plain),
         results,
         unfinished,
@@ -117,18 +118,22 @@ def _ring_sections(ring: Rings) -> list[Section]:
     found = []
     if "fig1" in figures:
         text = [
-            "Ten clients hold one class each, 30 points around a corner of a ring. Centralized BatchNorm rescales "
-            "the ring. Naive BatchNorm moves every client's class to the origin, on top of the others."
+            "Ten clients hold one class each, 30 points around a corner of a ring. Centralized BatchNorm "
+            "rescales the ring. Naive BatchNorm moves every client's class to the origin, on top of the "
+            "others."
         ]
         shown = [scheme for scheme in ("centralized", "naive", "fbn") if scheme in here]
         title = "Figure 1: does normalization keep the classes apart?"
         found.append(Section("fig1", title, text, clouds_chart(ring, shown, "fig1"), []))
     if "fig2" in figures:
         text = [
-            "FBN's points are nearly the centralized ones. FixBN freezes a variance that misses the spread between "
-            "clients: its points stay apart, at the wrong scale. The distance is the mean over all rounds; at "
-            "gamma 1 FixBN is closer than FBN."
+            "FBN's points are nearly the centralized ones. FixBN freezes a variance that misses the spread "
+            "between clients: its points stay apart, at the wrong scale. The distance is the mean over all "
+            "rounds."
         ]
+        fixed, ours = (ring.distance(scheme, 1.0) for scheme in ("fixbn", "fbn"))
+        if fixed and ours and fixed.mean < ours.mean:
+            text.append("At gamma 1 FixBN is closer than FBN.")
         chart = clouds_chart(ring, ("fbn", "fixbn"), "fig2", beside=True)
         title = "Figure 2: what FBN and FixBN do, and how far from centralized"
         found.append(Section("fig2", title, text, chart, table))
@@ -144,15 +149,18 @@ def _accuracy_section(group: Group, entry: Entry | None) -> Section:
     text = [f"{setting(group)}. {_seeds(group)}"]
     if entry is not None and entry.scale == "small":
         text.append(
-            "Small scale: scikit-learn's digits, not the paper's CIFAR-10, so the levels differ from the paper's. "
-            "The network is a multilayer perceptron on purpose: on digits this small a convolutional network does "
-            "not show the collapse, as the class is in the shape, which channel statistics do not erase."
+            "Small scale: scikit-learn's digits, not the paper's CIFAR-10, so the levels differ from the "
+            "paper's. The network is a multilayer perceptron on purpose: on digits this small a "
+            "convolutional network does not show the collapse, as the class is in the shape, which channel "
+            "statistics do not erase."
         )
     if entry is not None and entry.part:
         text.append("Three of the figure's six levels of heterogeneity.")
     several = len({line.scheme for line in group.lines()}) > 1
     levels = group.levels()
-    title = "Accuracy against heterogeneity" if len(levels) > 1 else f"Accuracy at {level_name(group, levels[0])}"
+    title = (
+        "Accuracy against heterogeneity" if len(levels) > 1 else f"Accuracy at {level_name(group, levels[0])}"
+    )
     if levels == [None]:
         title = f"Accuracy, {level_name(group, None)} partition"
     if entry is None:
@@ -172,13 +180,15 @@ def _attack_section(group: Group, entry: Entry | None) -> Section:
     text = [held[0].upper() + held[1:]]
     if run.byzantine:
         text[0] += (
-            f" The data is split among the {run.honest()} honest clients (among all {run.clients} where there is no "
-            "attack)."
+            f" The data is split among the {run.honest()} honest clients (among all {run.clients} where "
+            "there is no attack)."
         )
     if any(line.condition == ALONE for line in group.lines()):
         text.append(f"“{ALONE.capitalize()}” is a run of {run.honest()} clients without an attack.")
     several = any(len(found) > 1 for found in group.cells.values())
-    text.append("Thin lines and dots are single seeds, thick lines their median." if several else "One seed each.")
+    text.append(
+        "Thin lines and dots are single seeds, thick lines their median." if several else "One seed each."
+    )
     split = f", by {group.parameter}" if group.parameter else ""
     name = f"{attack_name(run)} on {' and '.join(run.targets_struck())}" if run.byzantine else "no attack"
     title = f"Byzantine clients: {name}{split}" if run.byzantine else f"Defenses without an attack{split}"
@@ -200,20 +210,26 @@ def _seeds(group: Group) -> str:
     return f"{number} seeds; bars and bands are one standard deviation."
 
 
-def _told_apart(sections: list[Section], groups: list[Group]) -> list[Section]:
-    """Sections on training with the same title and text say what of their settings differs."""
-    first = len(sections) - len(groups)
-    alike: dict[tuple[str, str], list[int]] = {}
-    for i, section in enumerate(sections[first:]):
-        alike.setdefault((section.title, section.text[0]), []).append(i)
-    for places in alike.values():
-        keys = [dict(groups[i].key) for i in places]
-        for i, key in zip(places, keys, strict=True):
-            apart = [f"{k} {v}" for k, v in key.items() if any(other.get(k) != v for other in keys)]
-            if apart:
-                old = sections[first + i]
-                sections[first + i] = old._replace(text=[*old.text, f"Here: {', '.join(apart)}."])
-    return sections
+def _told_apart(parts: list[tuple[Section, Group, Entry | None]]) -> list[Section]:
+    """Sections on training, with what sets them apart in the title, where they are no figure of the paper.
+
+    That is what differs from most of the groups on the same data, or from others of the same title.
+    """
+    found = []
+    for section, group, entry in parts:
+        peers = [
+            (s.title, g) for s, g, _ in parts if g.example.title("dataset") == group.example.title("dataset")
+        ]
+        others = [dict(g.key) for title, g in peers if entry is None or title == section.title]
+        apart = []
+        for name, value in group.key:
+            count = Counter(other.get(name) for other in others)
+            most = max(count.values())
+            if len(count) > 1 and name not in _IN_TITLES and not (count[value] == most > 1 and entry is None):
+                apart.append(f"{name} {value}")
+        title = section.title + (f" ({', '.join(apart)})" if apart else "")
+        found.append(section._replace(title=title))
+    return found
 
 
 def _with_names(sections: list[Section]) -> list[Section]:

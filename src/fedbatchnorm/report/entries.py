@@ -8,13 +8,13 @@ from ..experiments import catalogue
 from ..experiments.config import Run
 from ..experiments.results import Result
 from ..simulation.ring import Ring
-from .groups import Group, Rings, attacked, comparisons, rings
+from .groups import Group, Rings, attacked, comparisons
 
 Scale = Literal["full", "small"]
 
 
 class Entry(NamedTuple):
-    """A group's place in the catalogue: figures by name, and the scale; `levels` if not all were asked for."""
+    """A group's place in the catalogue: figures, and the scale; `part` if it has the demo's levels alone."""
 
     figures: tuple[str, ...]
     scale: Scale

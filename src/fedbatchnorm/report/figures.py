@@ -14,9 +14,42 @@ from matplotlib.figure import Figure
 from .charts import Chart, Mark, Panel, holdings_chart
 
 # Dark enough to be read as text on white; told apart by the color-blind with the help of dashes and markers.
-COLORS = ("#1b1f24", "#0062a8", "#8a5f00", "#c2341d", "#00755a", "#9b2f83", "#3b6ea5", "#7a1f4d", "#5d6b16", "#6b7280")
-CLASSES = ("#332288", "#5aa5d6", "#2f9485", "#117733", "#85852a", "#c4a83f", "#c25468", "#882255", "#a33f93", "#7d7d7d")
-DASHES: tuple[Any, ...] = ((0, (6, 2)), "-", (0, (5, 1, 1, 1)), (0, (1, 1.2)), "-", (0, (6, 2, 1, 2)), "--", "-.", ":", (0, (2, 2)))
+COLORS = (
+    "#1b1f24",
+    "#0062a8",
+    "#8a5f00",
+    "#c2341d",
+    "#00755a",
+    "#9b2f83",
+    "#3b6ea5",
+    "#7a1f4d",
+    "#5d6b16",
+    "#6b7280",
+)
+CLASSES = (
+    "#332288",
+    "#5aa5d6",
+    "#2f9485",
+    "#117733",
+    "#85852a",
+    "#c4a83f",
+    "#c25468",
+    "#882255",
+    "#a33f93",
+    "#7d7d7d",
+)
+DASHES: tuple[Any, ...] = (
+    (0, (6, 2)),
+    "-",
+    (0, (5, 1, 1, 1)),
+    (0, (1, 1.2)),
+    "-",
+    (0, (6, 2, 1, 2)),
+    "--",
+    "-.",
+    ":",
+    (0, (2, 2)),
+)
 MARKERS = "sovDP^X<>p"
 _STYLE: dict[str, Any] = {
     "font.size": 9.5,
@@ -142,14 +175,11 @@ def _levels(axis: Axes, panel: Panel) -> None:
 
 def _points(axis: Axes, panel: Panel) -> None:
     for mark in panel.marks:
-        shape = {"marker": "o", "facecolors": "none", "alpha": 0.5} if mark.color == 0 else {"marker": "+"}
-        size = 14 if mark.color == 0 else 24
         colors = [CLASSES[c % len(CLASSES)] for c in mark.groups or []]
         if mark.color == 0:
-            shape["edgecolors"] = colors
+            axis.scatter(mark.x, mark.y, 14, marker="o", facecolors="none", edgecolors=colors, linewidths=0.7)
         else:
-            shape["color"] = colors
-        axis.scatter(mark.x, mark.y, s=size, linewidths=0.8, **shape)
+            axis.scatter(mark.x, mark.y, 24, marker="+", color=colors, linewidths=0.8)
     axis.set(xlim=(panel.low, panel.high), ylim=(panel.low, panel.high), aspect="equal")
 
 
@@ -175,7 +205,9 @@ def _label_ends(axis: Axes, marks: list[Mark], panel: Panel) -> None:
     right = max((mark.x[-1] for mark in marks if mark.x), default=1)
     left = min((mark.x[0] for mark in marks if mark.x), default=0)
     longest = max((len(_printable(m.key)) for m in marks), default=0)
-    axis.set_xlim(left - 0.03 * (right - left or 1), right + (right - left or 1) * (0.06 + 0.0185 * min(longest, 30)))
+    axis.set_xlim(
+        left - 0.03 * (right - left or 1), right + (right - left or 1) * (0.06 + 0.0185 * min(longest, 30))
+    )
     for place, (_, i) in zip(places, ends, strict=True):
         text = _printable(marks[i].key)
         short = text if len(text) <= 30 else text[:29] + "…"

@@ -62,7 +62,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Training runs that share everything but scheme, level of heterogeneity, seed, and under attack the rule.
+    """Training runs that share all but scheme, level of heterogeneity, seed, and under attack the rule.
 
     key: what they share.
     parameter: the name of the heterogeneity's level, such as gamma; None if there is none.
@@ -117,7 +117,7 @@ class Group:
         return found
 
     def _apart(self, line: Line, others: Iterable[Line]) -> list[str]:
-        """The settings that set a line apart from the others of its scheme, or from what is usual, in words."""
+        """The settings that set a line apart from others of its scheme, or from what is usual, in words."""
         alike = [dict(o.settings) for o in others if (o.scheme, o.source) == (line.scheme, line.source)]
         settings = dict(line.settings)
         varying = {n for n in SETTINGS if len({repr(found.get(n, "usual")) for found in alike}) > 1}
@@ -150,7 +150,7 @@ def comparisons(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()
 
 
 def attacked(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -> list[Group]:
-    """The runs with Byzantine clients or a defense, one group for each attack, beside the undisturbed ones."""
+    """The runs with Byzantine clients or a defense, a group for each attack, beside the undisturbed ones."""
     everything = sorted([*results, *unfinished], key=lambda r: r.config.seed)
     facts = [(one, one.config, _shared(one.config)) for one in everything if isinstance(one.config, Run)]
     found: dict[Any, Group] = {}
@@ -196,7 +196,10 @@ def line_of(run: Run, condition: str = "") -> Line:
     if given.get("switch", 0) is None:  # the scheme has none
         del given["switch"]
     settings = tuple((name, value) for name, value in given.items() if value != _usual(run, name))
-    source = (_source(run, "scheme"), *([_source(run, "defense")] if condition not in ("", *CALM, NO_DEFENSE) else []))
+    source = (
+        _source(run, "scheme"),
+        *([_source(run, "defense")] if condition not in ("", *CALM, NO_DEFENSE) else []),
+    )
     return Line(run.scheme, settings, condition, source)
 
 
@@ -293,7 +296,8 @@ def _in_words(name: str, value: Any) -> str:
 
 def _order(group: Group) -> tuple[Any, ...]:
     run = group.example
-    attack = list(("sf", "foe", "alie")).index(run.attack) if run.attack in ("sf", "foe", "alie") else 9
+    attacks = ["sf", "foe", "alie"]  # in the paper's order
+    attack = attacks.index(run.attack) if run.attack in attacks else len(attacks)
     parameter = {"gamma": 0, "alpha": 1}.get(group.parameter or "", 2)
     return run.dataset, parameter, attack, run.attack, -sum(map(len, group.cells.values())), group.key
 
@@ -304,4 +308,12 @@ def _rank(line: Line) -> tuple[Any, ...]:
     conditions = ("", *CALM, NO_DEFENSE)
     place = conditions.index(line.condition) if line.condition in conditions else len(conditions)
     scheme = names.index(line.scheme) if line.scheme in names else len(names)
-    return scheme, line.scheme, repr(line.settings), line.source[:1] != (None,), place, line.condition, str(line)
+    return (
+        scheme,
+        line.scheme,
+        repr(line.settings),
+        line.source[:1] != (None,),
+        place,
+        line.condition,
+        str(line),
+    )

@@ -8,7 +8,7 @@ from .tables import attack_name
 
 
 def headline(groups: list[Group], attacked: list[Group], rings: list[Rings]) -> str:
-    """The sentence, on the group with the most finished runs; on attacks or the ring where there is no other."""
+    """The sentence, on the group with the most finished runs; on attacks or the ring where there is none."""
     groups = [group for group in groups if group.cells]
     attacked = [group for group in attacked if group.cells]
     if groups:
@@ -78,7 +78,9 @@ def _of_ring(ring: Rings) -> str:
     words = [f"{title} is {spread.mean:.2f}" for title, spread in found if spread is not None]
     if not words:
         return "Points on a ring, normalized over all clients together."
-    return f"On the Gaussian ring at gamma {gamma:g}, {_and(words)} from centralized normalization on average."
+    return (
+        f"On the Gaussian ring at gamma {gamma:g}, {_and(words)} from centralized normalization on average."
+    )
 
 
 def _ends(group: Group, level: Level) -> list[_End]:

@@ -75,7 +75,7 @@
     const reset = add(tools, "button", { type: "button", class: "reset", hidden: "" }, "Reset zoom");
     reset.addEventListener("click", () => { state.zoom.clear(); draw(); });
     state.reset = reset;
-    add(tools, "span", { class: "soft" }, matchMedia("(hover: none)").matches ? "Touch for values." : "Drag to zoom, double-click to reset.");
+    add(tools, "span", { class: "soft" }, "Point at a figure for values; drag to zoom, double-click to reset.");
   }
 
   function drawLegend(legend, panels, state, home, draw) {
@@ -128,7 +128,7 @@
 
   function drawPanel(home, panel, state, draw) {
     const marks = panel.marks.filter((mark) => !state.off.has(mark.key)).map((mark) => (panel.kind === "curves" ? smoothed(mark, state.smooth) : mark));
-    const width = Math.max(200, home.clientWidth), square = panel.kind === "points" || panel.kind === "discs";
+    const width = Math.max(150, home.clientWidth), square = panel.kind === "points" || panel.kind === "discs";
     const longest = Math.max(0, ...marks.map((mark) => mark.key.length));
     const room = !square && width >= 430 ? Math.min(190, 18 + 7 * longest) : 12;
     const left = panel.rows ? 18 + 7.2 * Math.max(...panel.rows.map((row) => row.length)) : panel.y_label ? 50 : 34;

@@ -1,4 +1,4 @@
-"""The document as one self-contained HTML page: figures that answer to the mouse, tables, claims, every run."""
+"""The document as one self-contained HTML page: figures that answer to the mouse, claims, every run."""
 
 import base64
 import csv
@@ -134,7 +134,9 @@ def _figure(chart: Chart) -> Markup:
 def _lean(value: Any) -> Any:
     """Marks without what they do not have."""
     if isinstance(value, list) and value and hasattr(value[0], "_asdict"):
-        return [{k: v for k, v in mark._asdict().items() if v not in (None, False)} for mark in value]
+        return [
+            {k: v for k, v in mark._asdict().items() if v is not None and v is not False} for mark in value
+        ]
     return value
 
 
@@ -146,7 +148,7 @@ def _script() -> str:
 
 @functools.cache
 def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("fedbatchnorm.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _inert(text: str) -> str:

@@ -1,6 +1,7 @@
 """What the paper says of normalization and accuracy (sections 3 and 4), as claims with rules."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from safetensors.torch import load_file
 
@@ -23,7 +24,7 @@ from .claims import (
     more_than,
     number,
 )
-from .groups import Group, Level, level_name
+from .groups import Group, Level, Line, level_name
 
 _CENTRAL, _FBN, _FIXBN, _NAIVE = (line(scheme) for scheme in ("centralized", "fbn", "fixbn", "naive"))
 _NEAR = 1.5  # points: what counts as unchanged, or as a match
@@ -80,7 +81,7 @@ def _figure2b(study: Study) -> list[Part]:
 
 
 def _distances(study: Study, scheme: str) -> list[float]:
-    """A scheme's distance at each level, from alike to heterogeneous; empty if it is not the paper's figure."""
+    """A scheme's distance at each level, from alike to heterogeneous; none if it is not figure 2."""
     ring = study.ring
     if ring is None or "fig2" not in study.ring_figures:
         return []
@@ -90,21 +91,26 @@ def _distances(study: Study, scheme: str) -> list[float]:
 
 def _figure2c(study: Study) -> list[Part]:
     ours = _distances(study, "fbn")
-    place = Place("", 100 * max(ours), f"{min(ours):.2f} to {max(ours):.2f}") if ours else None
+    place = Place("", max(ours), f"{min(ours):.2f} to {max(ours):.2f}") if ours else None
     ratio = Place("", max(ours) / min(ours), f"{max(ours) / min(ours):.2f}") if ours else None
     steps, growth = [], []
     for scheme in ("fixbn", "naive"):
         found = _distances(study, scheme)
         if found:
-            least = min(b - a for a, b in zip(found, found[1:], strict=False))
+            least = min(b - a for a, b in pairwise(found))
             text = ", ".join(f"{value:.2f}" for value in found)
-            steps.append(Place(_TITLES[scheme], 100 * least, text))
+            steps.append(Place(_TITLES[scheme], least, text))
             growth.append(Place(_TITLES[scheme], found[-1] / found[0], f"{found[-1] / found[0]:.1f} times"))
     return [
-        direction(at_most(50, "FBN's error in hundredths, at every gamma"), [place]),
-        direction(at_most(1.5, "FBN's largest error as a multiple of its smallest"), [ratio]),
-        direction(more_than(0, "the others' error grows from each gamma to the next"), steps or [None]),
-        direction(more_than(3, "the others' error at gamma 0 as a multiple of that at gamma 1"), growth or [None]),
+        direction(at_most(0.5, "FBN's distance from centralized, at every gamma", digits=2), [place]),
+        direction(at_most(1.5, "FBN's largest distance as a multiple of its smallest", digits=2), [ratio]),
+        direction(
+            more_than(0, "how much the others' distance grows from each gamma to the next", digits=2),
+            steps or [None],
+        ),
+        direction(
+            more_than(3, "the others' distance at gamma 0 as a multiple of that at gamma 1"), growth or [None]
+        ),
     ]
 
 
@@ -131,16 +137,20 @@ def _similar(study: Study, group: Group) -> Part:
     return direction(at_most(3, "points between best and worst scheme, at each gamma"), places or [None])
 
 
-def _gap(rule: Rule, ours: object, level: Level, best: bool = False, apart: bool = False) -> Callable[..., Part]:
+def _gap(
+    rule: Rule, ours: Line, level: Level, best: bool = False, apart: bool = False
+) -> Callable[..., Part]:
     return lambda study, group: direction(rule, [behind(group, ours, _CENTRAL, level, best, apart)])
 
 
-def _level(rule: Rule, ours: object, level: Level, best: bool = False) -> Callable[..., Part]:
+def _level(rule: Rule, ours: Line, level: Level, best: bool = False) -> Callable[..., Part]:
     return lambda study, group: number(study, rule, [accuracy(group, ours, level, best)])
 
 
 def _loses_forty(study: Study, group: Group) -> Part:
-    return number(study, between(35, 45, "points behind centralized"), [behind(group, _NAIVE, _CENTRAL, 0.01)])
+    return number(
+        study, between(35, 45, "points behind centralized"), [behind(group, _NAIVE, _CENTRAL, 0.01)]
+    )
 
 
 def _best_of_naive(study: Study, group: Group) -> Part:
@@ -184,10 +194,18 @@ def _throughout(level: float) -> Callable[..., Part]:
 
 
 RING_CLAIMS = [
-    Claim("section 3, figure 1", "Centralized BatchNorm keeps the classes separable, naive BatchNorm does not.", _figure1),
+    Claim(
+        "section 3, figure 1",
+        "Centralized BatchNorm keeps the classes separable, naive BatchNorm does not.",
+        _figure1,
+    ),
     Claim("section 3, figure 2a", "FBN's points are nearly identical to the centralized ones.", _figure2a),
     Claim("section 3, figure 2b", "FixBN's points are separable, and wrongly scaled.", _figure2b),
-    Claim("section 3, figure 2c", "FBN stays close to centralized; the others' error grows with heterogeneity.", _figure2c),
+    Claim(
+        "section 3, figure 2c",
+        "FBN stays close to centralized at every gamma; the others' distance grows with heterogeneity.",
+        _figure2c,
+    ),
 ]
 _BEHIND, _APART = "points behind centralized", "points from centralized, either way"
 ACCURACY_CLAIMS = [
@@ -195,8 +213,8 @@ ACCURACY_CLAIMS = [
         "section 4, figure 3a",
         "With gamma >= 0.3 the schemes perform similarly.",
         _on_figure3(_similar),
-        "Naive BatchNorm loses ground little by little as the data become less alike, with no step at 0.3; the "
-        "paper gives no number, and the bound of 3 points is ours.",
+        "Naive BatchNorm loses ground little by little as the data become less alike, with no step at 0.3. "
+        "The paper gives no number, and the bound of 3 points is ours.",
     ),
     Claim(
         "section 4, figure 3b",
