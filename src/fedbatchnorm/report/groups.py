@@ -6,7 +6,7 @@ from them and not read back.
 """
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,9 +109,11 @@ class Group:
         titles = {line.calm(): run.title() for line, run in self._runs()}
         found = {line: ", ".join([title, *self._apart(line, titles)]) for line, title in titles.items()}
         for more in (lambda line: line.scheme, lambda line: (line.source[0] or "")[:6]):
-            count = Counter(found.values())  # two schemes may have the same title
+            alike: dict[str, set[str]] = defaultdict(set)  # two schemes may have the same title
+            for line, text in found.items():
+                alike[text].add(more(line))
             found = {
-                line: f"{text} ({more(line)})" if count[text] > 1 and more(line) else text
+                line: f"{text} ({more(line)})" if len(alike[text]) > 1 and more(line) else text
                 for line, text in found.items()
             }
         return found

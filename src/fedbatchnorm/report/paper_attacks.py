@@ -31,7 +31,8 @@ _STRONG = {"gamma": 0.01, "alpha": 0.1}  # from here down heterogeneity counts a
 _FEWER = (
     "Byzantine clients hold no data here, so the honest ones, fewer than the clients without attack, share "
     "the classes: a client's own batch is less one-sided, which helps naive BatchNorm. Where it was run, "
-    "“honest clients alone” is as many clients without an attack. The paper does not say how it splits the data."
+    "“honest clients alone” is as many clients without an attack. The paper does not say how it splits the "
+    "data."
 )
 
 
