@@ -22,7 +22,7 @@ def result(run, curve, rounds=ROUNDS, **summary):
 
 
 def curve_of(run):
-    """What the paper says that a run of figure 3, 4, 6, 8 or 10 does; plausible numbers where it says nothing."""
+    """What the paper says that a run of figure 3, 4, 6, 8 or 10 does; else plausible numbers."""
     scheme, gamma = run.scheme, run.gamma
     calm = {
         "fixbn": {1.0: 0.79, 0.5: 0.79, 0.3: 0.79, 0.1: 0.785},
@@ -65,7 +65,7 @@ def figures(*names, changed=None, seeds=1, scale="full"):
 
 
 def ring(folder, scale=None, **distances):
-    """The runs of figures 1 and 2. scale: (scheme) -> how its points at gamma 0 are scaled; "heap" heaps them."""
+    """The runs of figures 1 and 2. scale: scheme -> the scale of its points at gamma 0, or "heap"."""
     angle = torch.arange(10) * 2 * torch.pi / 10
     circle = torch.stack([angle.cos(), angle.sin()], -1).unsqueeze(1).repeat(1, 3, 1)
     heap = torch.randn(10, 3, 2, generator=torch.Generator().manual_seed(0)) * 0.01

@@ -85,7 +85,11 @@ def test_one_run_of_sign_flipping_is_not_figures_4_and_6():
 
 def test_a_comma_in_a_title_is_a_comma():
     mine = scheme("mine", with_own_batch, title="Mine, merged, twice")
-    runs = [result(scheme=mine), result(scheme="fbn"), result(scheme=mine, byzantine=3, attack="sf", targets="gradients")]
+    runs = [
+        result(scheme=mine),
+        result(scheme="fbn"),
+        result(scheme=mine, byzantine=3, attack="sf", targets="gradients"),
+    ]
     built = document(*runs)
     assert "Mine, merged, twice" in words(built)
     (group,) = comparisons(runs[:2])
@@ -151,7 +155,9 @@ def test_runs_are_compared_only_with_their_like():
     groups = comparisons([result(), result(scheme="naive"), result(lr=0.2)])
     assert [len(group.cells) for group in groups] == [2, 1]
     assert setting(groups[1]).endswith("lr 0.2")
-    titles = [section.title for section in document(result(), result(scheme="naive"), result(lr=0.2)).sections]
+    titles = [
+        section.title for section in document(result(), result(scheme="naive"), result(lr=0.2)).sections
+    ]
     assert len(set(titles)) == 2
 
 
@@ -208,8 +214,14 @@ def test_the_headline_is_a_fact():
     assert built.headline == (
         "On digits with 10 clients, FBN and Naive BN end at gamma 0 at 90.0% and 20.0% test accuracy."
     )
-    assert document(result(0.5)).headline == "On digits with 10 clients, FBN ends at 50.0% test accuracy at gamma 0."
-    built = document(result(0.3, byzantine=3, attack="sf"), result(0.8, byzantine=3, attack="sf", defense="krum"))
+    assert (
+        document(result(0.5)).headline
+        == "On digits with 10 clients, FBN ends at 50.0% test accuracy at gamma 0."
+    )
+    built = document(
+        result(0.3, byzantine=3, attack="sf"), result(0.8, byzantine=3, attack="sf", defense="krum")
+    )
     assert built.headline == (
-        "With 3 of 10 clients Byzantine (sign flipping), FBN ends at gamma 0 at 30.0% undefended and 80.0% with krum."
+        "With 3 of 10 clients Byzantine (sign flipping), FBN ends at gamma 0 at 30.0% undefended and 80.0% "
+        "with krum."
     )

@@ -102,6 +102,8 @@ def draw(chart: Chart) -> Figure:
         axis.set_ylabel(_wrapped(panel.y_label, 40))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
+    figure.draw_without_rendering()  # the layout is found once, not for each file
+    figure.set_layout_engine("none")
     return figure
 
 

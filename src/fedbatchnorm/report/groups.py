@@ -310,12 +310,5 @@ def _rank(line: Line) -> tuple[Any, ...]:
     conditions = ("", *CALM, NO_DEFENSE)
     place = conditions.index(line.condition) if line.condition in conditions else len(conditions)
     scheme = names.index(line.scheme) if line.scheme in names else len(names)
-    return (
-        scheme,
-        line.scheme,
-        repr(line.settings),
-        line.source[:1] != (None,),
-        place,
-        line.condition,
-        str(line),
-    )
+    settings = (len(line.settings), repr(line.settings))
+    return scheme, line.scheme, settings, str(line.source[:1]), place, line.condition, str(line.source)

@@ -36,7 +36,13 @@
       for (const [i, panel] of shown().entries()) drawPanel(home.children[i], panel, state, draw);
     };
     drawTools(tools, chart, state, draw);
-    new ResizeObserver(() => { if (home.dataset.width !== String(home.clientWidth)) { home.dataset.width = home.clientWidth; draw(); } }).observe(home);
+    let width = home.clientWidth;
+    draw();
+    new ResizeObserver(() => requestAnimationFrame(() => {
+      if (width === home.clientWidth) return;
+      width = home.clientWidth;
+      draw();
+    })).observe(home);
   }
 
   function drawTools(tools, chart, state, draw) {
@@ -104,10 +110,12 @@
     return made;
   }
 
-  const mean = (values, k) => values.map((_, i) => {
-    const near = values.slice(Math.max(0, i - k), i + k + 1).filter((value) => value !== null);
-    return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
-  });
+  function mean(values, k) {
+    return values.map((_, i) => {
+      const near = values.slice(Math.max(0, i - k), i + k + 1).filter((value) => value !== null);
+      return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+    });
+  }
 
   function smoothed(mark, k) {
     return k ? { ...mark, y: mean(mark.y, k), sd: mark.sd && mean(mark.sd, k), seeds: mark.seeds && mark.seeds.map((seed) => mean(seed, k)) } : mark;
@@ -149,9 +157,11 @@
     react(home, svg, panel, marks, { x, y, edge, width, high }, state, draw);
   }
 
-  const described = (panel, marks) =>
-    panel.kind === "points" || panel.kind === "discs" ? panel.title
-      : `${panel.title}. ${panel.y_label}, at the end: ${marks.map((mark) => `${mark.key} ${number(mark.y.at(-1))}`).join("; ")}.`;
+  function described(panel, marks) {
+    if (panel.kind === "points" || panel.kind === "discs") return panel.title;
+    const ends = marks.map((mark) => `${mark.key} ${number(mark.y.at(-1))}`);
+    return `${panel.title}. ${panel.y_label}, at the end: ${ends.join("; ")}.`;
+  }
 
   function axes(svg, panel, x, y, { left, right, top, bottom, width, high }) {
     const bare = panel.kind === "discs";
@@ -301,14 +311,15 @@
       state.zoom.set(panel, { x: sx.map(x.invert), y: sy.map(y.invert) });
       draw();
     });
-    area.on("pointerleave", hide).on("pointercancel", hide);
+    area.on("pointerleave", (event) => event.pointerType === "mouse" && hide()).on("pointercancel", hide);
     area.on("dblclick", () => { state.zoom.delete(panel); draw(); });
     svg.on("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key];
+      const hidden = tip.hidden, last = all.length - 1;
+      const next = { ArrowLeft: hidden ? last : at - 1, ArrowRight: hidden ? 0 : at + 1, Home: 0, End: last }[event.key];
       if (event.key === "Escape") hide();
-      if (!lined || step === undefined) return;
+      if (!lined || next === undefined) return;
       event.preventDefault();
-      showAt(tip.hidden ? (step > 0 ? 0 : all.length - 1) : at + step, edge.top);
+      showAt(next, edge.top);
     }).on("blur", hide);
     if (state.reset) state.reset.hidden = state.zoom.size === 0;
   }
