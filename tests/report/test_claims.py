@@ -146,7 +146,7 @@ def test_another_ring_breaks_the_rule_that_is_about_it(tmp_path, start, part, ch
 
 def test_at_small_scale_the_paper_s_numbers_are_not_compared():
     found = findings(made_up.figures("fig3", scale="small"))
-    assert claim(COLLAPSES, found).verdict() == "as far as compared"
+    assert claim(COLLAPSES, found).verdict() == "yes, as far as compared"
     numbers = [part for f in found.values() for part in f.parts if part.kind == "number"]
     assert {(part.holds, part.measured) for part in numbers} == {
         (None, "not compared: the paper's number is for CIFAR-10")
@@ -181,7 +181,7 @@ def test_the_verdict_is_of_all_parts():
     assert verdict() == verdict(None) == "not run"
     assert (verdict(True, True), verdict(False, False)) == ("yes", "no")
     assert verdict(True, False) == verdict(None, True, False) == "partly"
-    assert verdict(True, None) == "as far as compared"
+    assert verdict(True, None) == "yes, as far as compared"
     assert verdict(False, None) == "no"
 
 
@@ -202,3 +202,10 @@ def test_a_spread_is_mean_and_sample_deviation():
     assert Spread.of([0.1, 0.3]) == pytest.approx((0.2, 0.1414213562, 2))
     assert Spread.of([0.5]).percent() == "50.0"
     assert Spread.of([0.9, 0.92]).percent() == "91.0 ± 1.4"
+
+
+def test_what_was_run_at_some_places_alone_agrees_as_far_as_it_was_compared():
+    demo = [r for r in made_up.figures("fig3", scale="small") if r.config.gamma in (1.0, 0.1, 0.0)]
+    found = claim("With gamma >= 0.3", findings(demo))
+    assert found.verdict() == "yes, as far as compared"
+    assert found.parts[0].measured == "gamma 1: 1.0; 2 not run"

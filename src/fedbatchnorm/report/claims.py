@@ -11,7 +11,7 @@ from .entries import Entry, Scale
 from .groups import Group, Level, Line, Rings, level_name
 
 CLOSE = 5  # points: how near a measured accuracy must be to a number of the paper's
-Verdict = Literal["yes", "partly", "no", "as far as compared", "not run"]
+Verdict = Literal["yes", "partly", "no", "yes, as far as compared", "not run"]
 _ROUNDING = 1e-9
 _MANY = 5  # with more places than this the worst stands for all
 
@@ -73,12 +73,16 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a claim, judged; `holds` is None where runs are missing or nothing can be compared."""
+    """A part of a claim, judged.
+
+    holds: None where runs are missing or nothing can be compared. whole: whether it was run at all places.
+    """
 
     kind: Literal["direction", "number"]
     rule: str
     measured: str
     holds: bool | None
+    whole: bool = True
 
 
 class Study(NamedTuple):
@@ -112,7 +116,8 @@ class Finding(NamedTuple):
         if not judged:
             return "not run"
         if all(judged):
-            return "yes" if all(part.holds for part in self.parts) else "as far as compared"
+            whole = all(part.holds and part.whole for part in self.parts)
+            return "yes" if whole else "yes, as far as compared"
         return "partly" if any(judged) else "no"
 
 
@@ -163,9 +168,8 @@ def _part(kind: Literal["direction", "number"], rule: Rule, places: Iterable[Pla
         kept = sum(margin >= -_ROUNDING for margin in margins)
         text = f"holds at {kept} of {len(found)} places; farthest off, {worst.where}: {worst.shown}"
     missing = len(given) - len(found)
-    if missing and holds:
-        return Part(kind, rule.text, f"{text}; {missing} not run", None)
-    return Part(kind, rule.text, text, holds)
+    text += f"; {missing} not run" if missing else ""
+    return Part(kind, rule.text, text, holds, whole=not missing)
 
 
 def line(scheme: str, condition: str = "", rule: bool = False) -> Line:

@@ -42,9 +42,14 @@ class Claims(NamedTuple):
     def counted(self) -> str:
         """How many claims came out how, in words."""
         verdicts = Counter[str](finding.verdict() for finding in self.findings)
-        words = {"yes": "agree", "partly": "agree partly", "no": "do not agree"}
-        words |= {"as far as compared": "agree as far as compared"}
-        parts = [f"{verdicts[verdict]} {word}" for verdict, word in words.items() if verdicts[verdict]]
+        words = {
+            "yes": ("agrees", "agree"),
+            "yes, as far as compared": ("agrees as far as compared", "agree as far as compared"),
+            "partly": ("agrees partly", "agree partly"),
+            "no": ("does not agree", "do not agree"),
+        }
+        counts = [(verdicts[verdict], word) for verdict, word in words.items() if verdicts[verdict]]
+        parts = [f"{count} {one if count == 1 else more}" for count, (one, more) in counts]
         return f"Of {len(self.findings)} claims, {', '.join(parts)}."
 
 

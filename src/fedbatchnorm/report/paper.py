@@ -130,11 +130,10 @@ def _similar(study: Study, group: Group) -> Part:
     places = []
     for level in (1.0, 0.5, 0.3):
         found = [accuracy(group, one, level) for one in (_CENTRAL, _FBN, _FIXBN, _NAIVE)]
-        if level in group.levels() and None not in found:
-            values = [place.value for place in found if place is not None]
-            gap = max(values) - min(values)
-            places.append(Place(level_name(group, level), gap, f"{gap:.1f}"))
-    return direction(at_most(3, "points between best and worst scheme, at each gamma"), places or [None])
+        values = [place.value for place in found if place is not None]
+        gap = max(values) - min(values) if len(values) == len(found) else None
+        places.append(None if gap is None else Place(level_name(group, level), gap, f"{gap:.1f}"))
+    return direction(at_most(3, "points between best and worst scheme, at each gamma"), places)
 
 
 def _gap(
