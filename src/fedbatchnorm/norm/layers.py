@@ -265,7 +265,7 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
 def _untouched(layers: Sequence[FederatedBatchNorm]) -> bool:
     """Whether the accumulators are known to be empty: nothing was added up and nothing was refused.
 
-    On a CPU reading two numbers of each layer takes less than writing to all of them; elsewhere it would wait.
+    Reading two numbers of each layer takes a CPU less than writing to all of them; elsewhere it would wait.
     """
     if layers[0]._seen.device.type != "cpu":
         return False
