@@ -292,6 +292,15 @@ def test_nothing_but_damage_is_an_error_and_writes_no_file(runs, tmp_path, capsy
     assert not (tmp_path / "a.runs.jsonl").exists()
 
 
+def test_a_folder_without_training_runs_is_not_collected_into_an_empty_file(runs, tmp_path, capsys):
+    (runs / digest(RUN) / "summary.json").write_text("{")
+    assert call("collect", runs, tmp_path / "a.runs.jsonl") == 1
+    err = capsys.readouterr().err
+    assert f"left out: {runs / digest(RUN)}: damaged" in err
+    assert "holds no finished training run: nothing is collected; those on the ring stay" in err
+    assert not (tmp_path / "a.runs.jsonl").exists()
+
+
 def test_runs_that_differ_in_what_they_do_not_use_are_one(runs, tmp_path):
     other = tmp_path / "other" / digest(RUN)
     shutil.copytree(runs / digest(RUN), other)
