@@ -1,5 +1,6 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
+import io
 import math
 import signal
 import sys
@@ -33,7 +34,7 @@ from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
-from .storage.files import BusyError
+from .storage.files import BusyError, write_bytes
 from .terminal import patient_streams
 
 _SEEDS = 1000  # more are a mistake, and their configurations alone would fill the memory
@@ -325,7 +326,9 @@ def data(
     title = split if parameter is None else f"{partition.PARTITIONS[split].parameter} = {parameter:g}"
     picture = holdings_figure({"samples": held.tolist(), "classes": loaded.classes}, f"{dataset}, {title}")
     plot.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(plot, dpi=150)
+    image = io.BytesIO()
+    picture.savefig(image, dpi=150, format=plot.suffix.removeprefix(".") or "png")
+    write_bytes(plot, image.getvalue())
     sizes = held.sum(1)
     print(
         f"clients hold {sizes.min()} to {sizes.max()} samples of {(held > 0).sum(1).min()} to "
