@@ -149,7 +149,7 @@
     const [bottom, left, lines, mark, names] = parts.map((name) => root.append("g").attr("class", name));
     const caption = make("figcaption", {}, make("strong", {}, title), unit ? ` ${unit}` : "");
     const element = make("figure", { class: "fbn-figure" }, caption, root.node());
-    const margin = { left: 38, top: 8, bottom: 34 };
+    const margin = { left: 44, top: 8, bottom: 34 };
     const draw = (width, { series, at, first = 0, top, format }) => {
       const x = d3.scaleLinear([first, first + series[0].values.length - 1], [margin.left, width - room]);
       const y = d3.scaleLinear([0, top], [height - margin.bottom, margin.top]).clamp(true);

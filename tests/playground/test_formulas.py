@@ -86,7 +86,10 @@ def expected(state):
     updates = [{"layer": fbn.Moments(m.count, m.mean[0], m.var[0])} for m in own]
     merged = fbn.merge({"layer": running}, updates, steps=state["steps"]).statistics["layer"]
     updated = update_running(running, union, steps=state["steps"])
-    shares = [SCHEMES["naive"].before.share, SCHEMES["fixbn"].phase(state["round"], state["switch_round"]).share]
+    shares = [
+        SCHEMES["naive"].before.share,
+        SCHEMES["fixbn"].phase(state["round"], state["switch_round"]).share,
+    ]
     averaged, fixed = (
         running if share is None else share(running, measure(together, len(even))) for share in shares
     )
