@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("comparison_table", "training_table", "table", "pictures", "flower_table", "scan_table"):
+    for name in ("comparison_table", "training_table", "table", "front", "pictures", "flower_table", "scan_table"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import comparison_table
 

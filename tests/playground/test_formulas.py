@@ -17,7 +17,7 @@ from fedbatchnorm.simulation.normalizers import with_own_batch
 from fedbatchnorm.simulation.ring import separability
 from fedbatchnorm.simulation.schemes import SCHEMES
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "report")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "report")])
 import chromium
 import devtools
 

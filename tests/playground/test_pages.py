@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "report")]
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[1] / "report")])
 import chromium
 import devtools
 
 PAGES = Path(__file__).parents[2] / "docs" / "playground"
 SCHEMES = ("centralized", "naive", "fixbn", "fbn")
 CLOUD = '[data-scheme="centralized"] circle[data-cloud="2"]'
-# What a card of the first explanation says: three numbers, its bar's parts in pixels, and their sum in words.
-CARDS = """Object.fromEntries([...document.querySelectorAll("[data-scheme]")].map((card) => [card.dataset.scheme, {
+# What a card of the first explanation says: numbers, its bar's parts in pixels, their sum in words.
+CARDS = """Object.fromEntries([...document.querySelectorAll("[data-scheme]")].map((card) => [
+  card.dataset.scheme, {
   numbers: [...card.querySelectorAll("dd")].map((d) => parseFloat(d.textContent)),
   bar: card.querySelector(".fbn-bar").clientWidth,
   parts: Object.fromEntries([...card.querySelectorAll(".fbn-part")].map((p) =>
@@ -21,7 +22,7 @@ CARDS = """Object.fromEntries([...document.querySelectorAll("[data-scheme]")].ma
   needed: parseFloat(card.querySelector(".fbn-needed").style.left) / 100,
   of: parseFloat(card.querySelector(".fbn-bar").getAttribute("aria-label").split(", of ")[1]),
   sum: card.querySelector(".fbn-sum").textContent,
-  rulers: [...card.querySelectorAll("ellipse")].map((e) => [e.getAttribute("cx"), e.getAttribute("rx")].join()),
+  rulers: [...card.querySelectorAll("ellipse")].map((e) => e.getAttribute("cx") + "," + e.getAttribute("rx")),
   dots: [...card.querySelectorAll(".fbn-dots")].map((p) => p.getAttribute("d")).join(),
 }]))"""
 RUNS = """Object.fromEntries([...document.querySelectorAll("[data-run]")].map((card) => [card.dataset.run,
