@@ -1,6 +1,7 @@
 """The job: python job.py runs it in NVFlare's simulator."""
 
 import argparse
+import os
 import pathlib
 
 import torch
@@ -26,7 +27,8 @@ def arguments():
     parser.add_argument("--epochs", type=int, default=1, help="of a client over its data, in a round")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workspace", default="workspace", help="the simulator's folder")
+    parser.add_argument("--round-timeout", type=int, default=0, help="seconds; 0 waits for every client")
+    parser.add_argument("--workspace", default="workspace", help="where runs leave their files")
     return parser.parse_args()
 
 
@@ -47,7 +49,9 @@ def recipe_for(args):
         recipe = FedAvgRecipe(**common | {"min_clients": args.clients})
     else:
         aggregator = FederatedBatchNormAggregator(quorum=2)  # settings of federated BatchNorm go here
-        recipe = FederatedBatchNormRecipe(aggregator=aggregator, **common)
+        recipe = FederatedBatchNormRecipe(
+            aggregator=aggregator, round_timeout=args.round_timeout, **common
+        )
     for file in ("model.py", "task.py"):
         recipe.add_client_file(file)
     recipe.add_server_file("model.py")
@@ -58,14 +62,17 @@ def main():
     """Run the job, and say how good the model has become."""
     args = arguments()
     recipe = recipe_for(args)
+    workspace = pathlib.Path(args.workspace).resolve()
     if args.env == "sim":
-        env = SimEnv(num_clients=args.clients, workspace_root=str(pathlib.Path(args.workspace).resolve()))
+        env = SimEnv(num_clients=args.clients, workspace_root=str(workspace))
     else:
+        os.environ.setdefault("NVFLARE_POC_WORKSPACE", str(workspace / "poc"))
         env = PocEnv(num_clients=args.clients)
     run = recipe.execute(env)
-    folder = run.get_result()
-    if folder is None:
-        raise SystemExit(f"the job did not finish: {run.get_status()}")
+    folder = run.get_result(clean_up=False)
+    status = run.get_status()  # the simulator has none, and raises instead
+    if folder is None or (status and "COMPLETED" not in status):
+        raise SystemExit(f"the job did not complete: {status}; the server's log says why")
     [file] = pathlib.Path(folder).rglob("FL_global_model.pt")
     model = model_for(args.dataset)
     model.load_state_dict(torch.load(file, weights_only=True)["model"])
