@@ -16,7 +16,7 @@ def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="plain BatchNorm, to compare")
     parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--gamma", type=float, default=0.0)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32)
@@ -44,12 +44,13 @@ def main():
         else:
             load(model, received)
         metrics = {"accuracy": accuracy(model, args.dataset)}  # of the model that came
-        metrics["loss"], steps = train_locally(model, batches_of(args, me, number, args.epochs), args)
+        batches = batches_of(args, me, number, args.epochs)
+        metrics["loss"], examples, steps = train_locally(model, batches, args)
         if args.plain:
             meta = {"NUM_STEPS_CURRENT_ROUND": steps}
             flare.send(FLModel(params=model.state_dict(), metrics=metrics, meta=meta))
         else:
-            flare.send(reply(model, received, metrics, steps=steps))
+            flare.send(reply(model, received, metrics, steps=steps, meta={"num-examples": examples}))
 
 
 if __name__ == "__main__":

@@ -27,17 +27,17 @@ def batches_of(args, client, server_round, epochs):
 
 
 def train_locally(model, batches, args):
-    """SGD with momentum over the batches; returns the mean loss and the steps."""
+    """SGD with momentum over the batches; returns the mean loss, the examples and the steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     model.train()
-    losses = []
+    total, examples, steps = 0.0, 0, 0
     for x, y in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    return sum(losses) / max(1, len(losses)), len(losses)
+        total, examples, steps = total + loss.item() * len(y), examples + len(y), steps + 1
+    return total / max(1, examples), examples, steps
 
 
 @torch.no_grad()

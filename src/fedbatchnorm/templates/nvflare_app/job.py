@@ -20,7 +20,7 @@ def arguments():
     parser.add_argument("--plain", action="store_true", help="NVFlare alone, to see what goes wrong")
     parser.add_argument("--env", choices=["sim", "poc"], default="sim", help="simulator, or own processes")
     parser.add_argument("--dataset", choices=["digits", "cifar10"], default="digits")
-    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--min-clients", type=int, help="the job ends if fewer are left; all but one")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--gamma", type=float, default=0.0, help="how alike the clients are, 0 to 1")
@@ -48,7 +48,8 @@ def recipe_for(args):
     if args.plain:
         recipe = FedAvgRecipe(**common | {"min_clients": args.clients})
     else:
-        aggregator = FederatedBatchNormAggregator(quorum=2)  # settings of federated BatchNorm go here
+        # Settings of federated BatchNorm go here. NVFlare's own weight is the number of steps.
+        aggregator = FederatedBatchNormAggregator(weight="num-examples", quorum=2)
         recipe = FederatedBatchNormRecipe(
             aggregator=aggregator, round_timeout=args.round_timeout, **common
         )
