@@ -2,7 +2,7 @@
 
     python benchmarks/nvflare_accuracy.py --json results/benchmarks/nvflare-cpu.json
 
-Digits, ten clients with one class each (gamma 0), local epochs with momentum 0.9 that is made anew in each round.
+Digits, ten clients with one class each (gamma 0), a local epoch a round, momentum 0.9 made anew in each.
 Beside them the library's own simulation, from the same weights and with the same batches; and the bytes of
 tensors and statistics that a round sends to a client and back.
 """
@@ -75,7 +75,7 @@ def on_nvflare(folder, *flags, clients=CLIENTS, rounds=ROUNDS, lr=LR, seed=0):
     """Run the app; returns the accuracy that it prints, and the folder of the run."""
     settings = {"clients": clients, "rounds": rounds, "lr": lr, "seed": seed}
     command = [sys.executable, "job.py", *(f"--{name}={value}" for name, value in settings.items()), *flags]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True)  # noqa: S603
     if found.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{found.stdout[-4000:]}\n{found.stderr[-4000:]}")
     accuracy = re.search(r"test accuracy ([\d.]+)%", found.stdout)
