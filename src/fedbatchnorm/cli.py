@@ -14,7 +14,8 @@ try:
     import tyro
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
+    how = "pip install 'PATH[experiments]', where PATH is the folder of fedbatchnorm's source"
+    sys.exit(f"the command needs {error.name}: {how}")
 
 from . import __version__, flags
 from .adapters.scaffold import write_app
@@ -337,7 +338,7 @@ def new(kind: tyro.conf.Positional[Literal["flower-app"]], folder: tyro.conf.Pos
     """
     for file in write_app(kind, folder):
         print(file)
-    print(f"next: cd {folder}, pip install -e ., python -m fbn_app; README.md has the rest")
+    print(f"next: cd {folder}, python -m fbn_app; README.md has the rest")
 
 
 COMMANDS = {
