@@ -23,7 +23,7 @@ def wait_for(grid, nodes, seconds):
     while (found := len(list(grid.get_node_ids()))) < nodes:
         if time.monotonic() > until:
             raise RuntimeError(
-                f"{found} nodes are connected, and min-nodes is {nodes}: with fewer clients it would be another "
+                f"{found} nodes are connected, and min-nodes is {nodes}: with fewer it would be another "
                 "experiment. In Flower's simulation, flwr run . --stream --federation-config "
                 f"'num-supernodes={nodes}'; in a federation, start more SuperNodes, wait longer with wait=, "
                 f"or --run-config 'min-nodes={max(found, 1)}'"
