@@ -1,6 +1,7 @@
 """What goes wrong in practice, and what the server says and does then."""
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -244,3 +245,30 @@ def test_statistics_stay_where_torch_can_read_them():
     model = cnn()
     model.load_state_dict(result.arrays.to_torch_state_dict())
     assert not torch.equal(model[2].running_mean, torch.zeros(4))
+
+
+class Recorder:
+    """Stands for a dashboard's client: remembers what is called, with what."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **named: self.calls.append((name, args, named))
+
+
+def test_the_page_s_callbacks_draw_rounds_and_name_who_was_left_out():
+    page = (HERE.parents[1] / "docs" / "flower.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "wandb" in c]
+    found = {}
+    exec(code, found)
+    spoil = lambda node, answer: metrics(answer, **{"num-examples": -1}) if node == 1 else answer  # noqa: E731
+    for name, arguments in (("to_tensorboard", ()), ("to_wandb", ()), ("to_mlflow", ("run 1",))):
+        recorder, events = Recorder(), []
+        callback = found[name](recorder, *arguments)
+        run(client_app(spoil=spoil), rounds=2, on_event=lambda e, c=callback, es=events: es.append(e) or c(e))
+        curves = [args for name, args, _ in recorder.calls if name in ("add_scalar", "log", "log_metric")]
+        assert "federation/used" in str(curves), name
+        said = [args for name, args, named in recorder.calls if name in ("add_text", "set_tag", "alert")]
+        alerts = [named for name, _, named in recorder.calls if name == "alert"]
+        assert "count_out_of_range" in str(said) + str(alerts), name
