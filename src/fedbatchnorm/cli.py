@@ -327,18 +327,22 @@ def data(
     )
 
 
-def new(kind: tyro.conf.Positional[Literal["flower-app"]], folder: tyro.conf.Positional[Path]) -> None:
+def new(
+    kind: tyro.conf.Positional[Literal["flower-app", "nvflare-app"]], folder: tyro.conf.Positional[Path]
+) -> None:
     """Write a small app for a real federation, complete and ready to run.
 
     Example: fedbatchnorm new flower-app my-app
 
     Args:
-        kind: flower-app, a Flower app (pyproject.toml, client, server, task) that runs offline on digits.
+        kind: flower-app, a Flower app (pyproject.toml, client, server, task), or nvflare-app, a job for
+            NVFlare (job.py, client, model, task); both run offline on digits.
         folder: a new folder.
     """
     for file in write_app(kind, folder):
         print(file)
-    print(f"next: cd {folder}, python -m fbn_app; README.md has the rest")
+    then = {"flower-app": "python -m fbn_app", "nvflare-app": "python job.py"}
+    print(f"next: cd {folder}, {then[kind]}; README.md has the rest")
 
 
 COMMANDS = {
