@@ -15,7 +15,8 @@ try:
     import tyro
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
+    how = "pip install 'PATH[experiments]', where PATH is the folder of fedbatchnorm's source"
+    sys.exit(f"the command needs {error.name}: {how}")
 
 from . import __version__, flags
 from .adapters.scaffold import write_app
@@ -350,7 +351,7 @@ def new(
     """
     for file in write_app(kind, folder):
         print(file)
-    then = {"flower-app": "pip install -e ., python -m fbn_app", "nvflare-app": "python job.py"}
+    then = {"flower-app": "python -m fbn_app", "nvflare-app": "python job.py"}
     print(f"next: cd {folder}, {then[kind]}; README.md has the rest")
 
 
