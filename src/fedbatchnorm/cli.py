@@ -1,5 +1,6 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
+import importlib.util
 import math
 import signal
 import sys
@@ -12,6 +13,10 @@ from typing import Annotated, Literal
 
 try:
     import tyro
+
+    for needed in ("pandas", "pydantic", "rich", "tomli_w"):
+        if importlib.util.find_spec(needed) is None:
+            raise ImportError(name=needed)
 except ImportError as error:
     sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
 
@@ -124,12 +129,14 @@ def run(
     Example: fedbatchnorm run --scheme fbn,naive --seed 0..4 --write-config run.toml
 
     Example: fedbatchnorm run --config run.toml --out elsewhere
+
+    Example: fedbatchnorm run --scheme fbn,my_file:my_scheme
     """
     where = where_to_run
     given = flags.given(model_and_data, federation, training, normalization, byzantine_clients)
     if settings_file.config is not None:
         given = flags.read_toml(settings_file.config) | given
-    sys.path.append(str(Path.cwd()))  # for a model of the user's own
+    sys.path.append(str(Path.cwd()))  # for what is the user's own
     configs = flags.runs_of(given)
     if settings_file.write_config is not None:
         file = settings_file.write_config

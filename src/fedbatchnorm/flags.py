@@ -21,7 +21,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from .experiments.config import Run
 from .experiments.grids import grid
-from .experiments.parts import KINDS, names_of
+from .experiments.parts import KINDS, is_known, names_of
+from .simulation.models import imported
 from .storage.files import write_bytes
 
 # Topic -> (what it is about, the fields of a run that belong to it).
@@ -45,6 +46,7 @@ TOPICS: dict[str, tuple[str, str]] = {
     ),
     "byzantine_clients": ("Clients that lie, and the server's defense.", "byzantine attack targets defense"),
 }
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _LONGEST = 10_000  # values of one flag
 _WORDS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "names", NoneType: "none"}
@@ -149,6 +151,8 @@ def _help(field: str) -> str:
         names = [name for name in names_of(field) if name not in text]  # pyrefly: ignore
         if field != "defense" and len(names) > 1:
             text = f"{text.rstrip('.')}. Choices: {', '.join(names_of(field))}."  # pyrefly: ignore
+        if field != "model":
+            text += f" file:name is a {'rule' if field == 'defense' else field} of your own."
     return text
 
 
@@ -203,7 +207,13 @@ def given(*topics: Any) -> dict[str, list[Any]]:
 
 def runs_of(settings: Mapping[str, list[Any]]) -> list[Run]:
     """The runs of every combination; an error names the flag."""
-    return grid(**settings)
+    return grid(**{name: [_object(name, value) for value in values] for name, values in settings.items()})
+
+
+def _object(name: str, value: Any) -> Any:
+    """A scheme, dataset, ... of the user's own for its name as file:name; other values are themselves."""
+    own = name in KINDS and name != "model" and isinstance(value, str) and _OWN.fullmatch(value)
+    return imported(name, value) if own and not is_known(name, value) else value  # pyrefly: ignore
 
 
 def read_toml(file: Path) -> dict[str, list[Any]]:
