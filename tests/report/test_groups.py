@@ -13,7 +13,7 @@ from fedbatchnorm.experiments.results import Unfinished
 from fedbatchnorm.report.document import build
 from fedbatchnorm.report.entries import entry_of
 from fedbatchnorm.report.groups import ALONE, NO_ATTACK, NO_DEFENSE, attacked, comparisons, setting
-from fedbatchnorm.report.tables import attack_words, final_table, tables_of
+from fedbatchnorm.report.tables import attack_words, final_table
 from fedbatchnorm.simulation.schemes import SCHEMES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -198,15 +198,6 @@ def test_a_run_that_is_not_finished_has_a_place_and_no_number():
     (group,) = comparisons([], [begun])
     assert group.levels() == [0.0]
     assert group.final(line, 0.0) is None
-
-
-def test_tables_have_titles_and_rows_as_long_as_their_headers():
-    results = made_up.figures("fig3", "fig4")
-    found = tables_of(results)
-    assert len(found) == 2
-    for table in found:
-        assert table.title
-        assert {len(row) for row in table.rows} == {len(table.header)}
 
 
 def test_the_headline_is_a_fact():

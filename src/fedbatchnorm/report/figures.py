@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..storage.files import write_bytes
 from .charts import Chart, Mark, Panel, holdings_chart
 
 # Dark enough to be read as text on white; told apart by the color-blind with the help of dashes and markers.
@@ -118,8 +119,10 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.svg", folder / f"{name}.png"]
-    files[0].write_text(svg(figure), encoding="utf-8")
-    figure.savefig(files[1], dpi=150, metadata={"Software": None})
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, metadata={"Software": None})
+    write_bytes(files[0], svg(figure).encode(errors="replace"))
+    write_bytes(files[1], image.getvalue())
     return files
 
 

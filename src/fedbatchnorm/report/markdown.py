@@ -105,7 +105,7 @@ def _section(section: Section, folder: Path) -> str:
     if section.chart is not None:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = figures.svg(figures.draw(section.chart))
-        (folder / f"{section.name}.svg").write_text(drawn, encoding="utf-8")
+        write_bytes(folder / f"{section.name}.svg", drawn.encode(errors="replace"))
         parts.append(f"![{plain(section.chart.alt)}]({folder.name}/{section.name}.svg)\n")
     for found in section.tables:
         if found.rows:

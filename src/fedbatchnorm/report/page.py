@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 from .. import __version__
 from ..experiments.archive import Gathered
 from ..experiments.config import Run, describe
+from ..experiments.outcome import divergence
 from ..experiments.results import Result
 from ..simulation.ring import Ring
 from ..storage.files import write_bytes
@@ -167,6 +168,7 @@ def _run_row(result: Result) -> dict[str, Any]:
         "what": describe(config),
         "model": config.model if isinstance(config, Run) else "",
         "result": figure or f"{100 * summary['accuracy']:.1f}%",
+        "diverged": divergence(result),
         "seconds": "" if seconds is None else f"{seconds:.1f}",
         "config": kept,
         "sessions": result.environment,

@@ -1,11 +1,10 @@
 """Tables of final accuracies and distances: a header, and rows of texts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-from ..experiments.results import Result
 from ..simulation.schemes import SCHEMES
-from .groups import Group, Rings, Spread, attacked, comparisons, level_name, rings, setting
+from .groups import Group, Rings, Spread, level_name
 
 Show = Callable[[Spread | None], str]
 _COLUMNS = 5
@@ -56,22 +55,6 @@ def ring_table(ring: Rings) -> Table:
             rows.append([SCHEMES[name].title, *("-" if s is None else f"{s.mean:.2f}" for s in found)])
     title = "Mean distance of the normalized points from the centralized ones"
     return Table(title, ["", *(f"gamma {g:g}" for g in levels)], rows)
-
-
-def tables_of(results: Iterable[Result]) -> list[Table]:
-    """All that these results say, as tables with titles of their own."""
-    results = list(results)
-    found = []
-    for ring in rings(results):
-        table = ring_table(ring)
-        found.append(table._replace(title=f"Gaussian ring: {table.title[0].lower()}{table.title[1:]}"))
-    for group in comparisons(results):
-        title = f"{setting(group)}: final test accuracy (%), mean ± sd over seeds"
-        found.append(final_table(group)._replace(title=title))
-    for group in attacked(results):
-        title = f"{setting(group)}; {attack_words(group)}: final test accuracy (%)"
-        found.append(final_table(group)._replace(title=title))
-    return found
 
 
 def attack_words(group: Group) -> str:
