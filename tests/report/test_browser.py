@@ -165,7 +165,7 @@ def test_the_button_turns_light_into_dark_and_back(tab, page, dark):
 def test_curves_that_lie_on_each_other_have_a_panel_of_differences(tab, page):
     tab.open(page)
     assert text(tab, f"{DIFFERENCE} h4") == "gamma 0: difference from Centralized"
-    assert "too far off for this scale: FixBN, Naive BN" in text(tab, DIFFERENCE)
+    assert "Too far off for this scale: FixBN, Naive BN." in text(tab, DIFFERENCE)
     assert count(tab, f"{DIFFERENCE} .series") == 1
 
 

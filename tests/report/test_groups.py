@@ -129,16 +129,16 @@ def test_variants_of_a_scheme_are_lines_of_one_figure_and_named_by_what_sets_the
     runs += [result(scheme="fixbn", switch=10), result(scheme="groupnorm", groups=4)]
     (group,) = comparisons(runs)
     assert {group.label(line) for line in group.lines()} == {
-        "FBN, gradient 0, no limit",
-        "FBN, gradient 0.5, no limit",
-        "FBN, gradient auto, limit auto",
+        "FBN (gradient 0, no limit)",
+        "FBN (gradient 0.5, no limit)",
+        "FBN (gradient auto, limit auto)",
         "Naive BN",
-        "FixBN, switch at 10",
-        "GroupNorm, groups 4",
+        "FixBN (switch at 10)",
+        "GroupNorm (groups 4)",
     }
     assert len(document(*runs).sections) == 1
     (group,) = comparisons([result(), result(calibrate=True)])
-    assert [group.label(line) for line in group.lines()] == ["FBN", "FBN, calibrated"]
+    assert [group.label(line) for line in group.lines()] == ["FBN", "FBN (calibrated)"]
 
 
 def test_a_partition_of_one_s_own_has_its_levels():
@@ -203,7 +203,7 @@ def test_a_run_that_is_not_finished_has_a_place_and_no_number():
 def test_the_headline_is_a_fact():
     built = document(result(0.9), result(0.2, scheme="naive"), result(0.8, gamma=1.0))
     assert built.headline == (
-        "On digits with 10 clients, FBN and Naive BN end at gamma 0 at 90.0% and 20.0% test accuracy."
+        "On digits with 10 clients, FBN ends at 90.0% and Naive BN at 20.0% test accuracy at gamma 0."
     )
     assert (
         document(result(0.5)).headline
@@ -215,4 +215,12 @@ def test_the_headline_is_a_fact():
     assert built.headline == (
         "With 3 of 10 clients Byzantine (sign flipping), FBN ends at gamma 0 at 30.0% undefended and 80.0% "
         "with krum."
+    )
+
+
+def test_the_headline_of_many_lines_names_the_best_and_the_worst():
+    runs = [result(0.5 + share / 4, gradient=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert document(*runs).headline == (
+        "On digits with 10 clients, 5 ways to normalize end at gamma 0 between 50.0% for FBN (gradient 0) "
+        "and 75.0% for FBN (gradient 1) (test accuracy)."
     )

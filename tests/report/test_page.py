@@ -100,7 +100,7 @@ class Tags(HTMLParser):
 def test_the_page_has_a_headline_contents_figures_tables_and_runs(runs, written):
     text = written.read_text()
     for part in (
-        "FixBN, switch at 1",
+        "FixBN (switch at 1)",
         "iid partition",
         "Gaussian ring",
         "Byzantine clients: fall of empires",

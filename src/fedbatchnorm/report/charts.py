@@ -56,7 +56,7 @@ class Panel(NamedTuple):
     kind: curves over rounds; levels, with names for ticks; points of classes; discs with areas.
     ticks, rows: what the places 0, 1, ... of x and y are called.
     low, high: the range of y (and for points of x), if it is fixed. choice: the level that it shows.
-    detail: whether print shows it for the last choice alone.
+    detail: whether print shows it for the last choice alone. note: a line below it.
     """
 
     kind: Literal["curves", "levels", "points", "discs"]
@@ -70,6 +70,7 @@ class Panel(NamedTuple):
     rows: list[str] | None = None
     choice: str = ""
     detail: bool = False
+    note: str = ""
 
 
 class Chart(NamedTuple):
@@ -276,8 +277,9 @@ def _difference_panel(group: Group, level: Level, choice: str, colors: dict[Line
     ends = [abs(y) + (sd or 0) for m in marks for y, sd in zip(m.y, m.sd or m.y, strict=True)]
     reach = min(2.0 * _NEAR, max(1.0, *ends))
     title = f"{choice}: difference from {group.label(base)}"
-    label = "round" + (f" (too far off for this scale: {', '.join(far)})" if far else "")
-    return [Panel("curves", title, label, "points", marks, -reach, reach, choice=choice, detail=True)]
+    note = f"Too far off for this scale: {', '.join(far)}." if far else ""
+    panel = Panel("curves", title, "round", "points", marks, -reach, reach, choice=choice, detail=True)
+    return [panel._replace(note=note)]
 
 
 def _differences(group: Group, base: Line, line: Line, level: Level) -> tuple[list[int], list[Spread]]:

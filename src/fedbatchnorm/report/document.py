@@ -222,19 +222,21 @@ def _told_apart(parts: list[tuple[Section, Group, Entry | None]]) -> list[Sectio
     """
     found = []
     for section, group, entry in parts:
-        peers = [
-            (s.title, g) for s, g, _ in parts if g.example.title("dataset") == group.example.title("dataset")
-        ]
-        others = [dict(g.key) for title, g in peers if entry is None or title == section.title]
+        alike = [(s.title, dict(g.key)) for s, g, _ in parts if _kind(g) == _kind(group)]
+        others = [key for title, key in alike if entry is None or title == section.title]
         apart = []
         for name, value in group.key:
             count = Counter(other.get(name) for other in others)
-            most = max(count.values())
-            if len(count) > 1 and name not in _IN_TITLES and not (count[value] == most > 1 and entry is None):
+            common = count[value] == max(count.values()) > 1 and entry is None
+            if len(count) > 1 and name not in _IN_TITLES and value != "None" and not common:
                 apart.append(f"{name} {value}")
         title = section.title + (f" ({', '.join(apart)})" if apart else "")
         found.append(section._replace(title=title))
     return found
+
+
+def _kind(group: Group) -> tuple[str, bool]:
+    return group.example.title("dataset"), group.example.is_plain()
 
 
 def _with_names(sections: list[Section]) -> list[Section]:

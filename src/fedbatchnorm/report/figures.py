@@ -22,7 +22,7 @@ COLORS = (
     "#c2341d",
     "#00755a",
     "#9b2f83",
-    "#3b6ea5",
+    "#5b3fa8",
     "#7a1f4d",
     "#5d6b16",
     "#6b7280",
@@ -99,7 +99,7 @@ def draw(chart: Chart) -> Figure:
         _DRAW[panel.kind](axis, panel)
         title = _wrapped(_printable(panel.title), 46 if width / columns > 4 else 30)
         axis.set_title(title, pad=8)
-        axis.set_xlabel(panel.x_label)
+        axis.set_xlabel("\n".join(filter(None, (panel.x_label, _wrapped(_printable(panel.note), 64)))))
         axis.set_ylabel(_wrapped(panel.y_label, 40))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -205,7 +205,9 @@ def _label_ends(axis: Axes, marks: list[Mark], panel: Panel) -> None:
     """Each line's name at its end, moved apart where they would lie on each other."""
     low, high = axis.get_ylim()
     step = 0.062 * (high - low)
-    ends = sorted((min(max(mark.y[-1], low), high), i) for i, mark in enumerate(marks) if mark.y)
+    ends = sorted(
+        (min(max(mark.y[-1], low), high), i) for i, mark in enumerate(marks) if mark.y and not mark.unfinished
+    )
     places = spread_out([y for y, _ in ends], step, low, high)
     right = max((mark.x[-1] for mark in marks if mark.x), default=1)
     left = min((mark.x[0] for mark in marks if mark.x), default=0)

@@ -107,7 +107,10 @@ class Group:
     @cached_property
     def _labels(self) -> dict[Line, str]:
         titles = {line.calm(): run.title() for line, run in self._runs()}
-        found = {line: ", ".join([title, *self._apart(line, titles)]) for line, title in titles.items()}
+        found = {}
+        for line, title in titles.items():
+            apart = self._apart(line, titles)
+            found[line] = f"{title} ({', '.join(apart)})" if apart else title
         for more in (lambda line: line.scheme, lambda line: (line.source[0] or "")[:6]):
             alike: dict[str, set[str]] = defaultdict(set)  # two schemes may have the same title
             for line, text in found.items():

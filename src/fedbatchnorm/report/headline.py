@@ -20,6 +20,9 @@ def headline(groups: list[Group], attacked: list[Group], rings: list[Rings]) -> 
     return "No run is finished yet."
 
 
+_MANY = 4  # more lines than these are summed up by the best and the worst
+
+
 class _End(NamedTuple):
     label: str
     spread: Spread
@@ -36,11 +39,14 @@ def _of_comparison(group: Group) -> str:
     ends = _ends(group, last)
     where = f"On {run.title('dataset')} with {_clients(run.clients)}"
     at = "" if last is None else f" at {level_name(group, last)}"
-    if len(ends) == 1:
-        return f"{where}, {ends[0].label} ends at {_shown(ends[0].spread)} test accuracy{at}."
+    if len(ends) > _MANY:
+        best, worst = ends[0], ends[-1]
+        text = f"{where}, {len(ends)} ways to normalize end{at} between {_shown(worst.spread)} for "
+        text += f"{worst.label} and {_shown(best.spread)} for {best.label} (test accuracy)"
+    else:
+        words = [f"{end.label} {'at' if i else 'ends at'} {_shown(end.spread)}" for i, end in enumerate(ends)]
+        text = f"{where}, {_and(words)} test accuracy{at}"
     first = _ends(group, levels[0])
-    text = f"{where}, {_and([end.label for end in ends])} "
-    text += f"end{at} at {_and([_shown(end.spread) for end in ends])} test accuracy"
     if len(levels) > 1 and len(first) > 1:
         means = [100 * end.spread.mean for end in first]
         gap = max(means) - min(means)

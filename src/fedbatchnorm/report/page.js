@@ -137,7 +137,7 @@
   function drawPanel(home, panel, state, draw) {
     const marks = panel.marks.filter((mark) => !state.off.has(mark.key)).map((mark) => (panel.kind === "curves" ? smoothed(mark, state.smooth) : mark));
     const width = Math.max(150, home.clientWidth), square = panel.kind === "points" || panel.kind === "discs";
-    const longest = Math.max(0, ...marks.map((mark) => mark.key.length));
+    const longest = Math.max(0, ...marks.filter((mark) => !mark.unfinished).map((mark) => mark.key.length));
     const room = !square && width >= 430 ? Math.min(190, 18 + 7 * longest) : 12;
     const left = panel.rows ? 18 + 7.2 * Math.max(...panel.rows.map((row) => row.length)) : panel.y_label ? 50 : 34;
     const edge = { top: 8, right: room, bottom: panel.x_label ? 40 : 24, left };
@@ -154,6 +154,7 @@
       ({ curves: drawCurve, levels: drawLevels, points: drawPoints, discs: drawDiscs })[panel.kind](group, mark, x, y);
     }
     if (!square && room > 12) ends(svg, marks, x, y, edge, high, width);
+    if (panel.note) add(home, "p", { class: "note" }, panel.note);
     react(home, svg, panel, marks, { x, y, edge, width, high }, state, draw);
   }
 
@@ -221,7 +222,7 @@
   /* Names at the lines' ends, pushed apart where they would lie on each other. */
   function ends(svg, marks, x, y, edge, high, width) {
     const low = edge.top + 6, deep = high - edge.bottom;
-    const names = marks.filter((mark) => mark.y.length).map((mark) => ({ mark, at: Math.min(deep, Math.max(low, y(mark.y.at(-1)))) })).sort((a, b) => a.at - b.at);
+    const names = marks.filter((mark) => mark.y.length && !mark.unfinished).map((mark) => ({ mark, at: Math.min(deep, Math.max(low, y(mark.y.at(-1)))) })).sort((a, b) => a.at - b.at);
     for (let turn = 0; turn < 60; turn += 1) {
       for (let i = 1; i < names.length; i += 1) {
         const over = 15 - (names[i].at - names[i - 1].at);
