@@ -6,7 +6,8 @@ import torch
 from fedbatchnorm import experiments as fx
 
 
-def shards(labels, clients, rng, each=2):  # every client holds `each` pieces of the samples sorted by class
+def shards(labels, clients, rng, each=2):
+    """Every client holds `each` pieces of the samples sorted by class."""
     pieces = np.array_split(np.argsort(labels, kind="stable"), clients * each)
     return [np.concatenate(pieces[i::clients]) for i in range(clients)]
 

@@ -1,6 +1,7 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
 import importlib.util
+import io
 import math
 import signal
 import sys
@@ -18,7 +19,8 @@ try:
         if importlib.util.find_spec(needed) is None:
             raise ImportError(name=needed)
 except ImportError as error:
-    sys.exit(f"the command needs {error.name}: pip install 'fedbatchnorm[experiments]'")
+    how = "pip install 'PATH[experiments]', where PATH is the folder of fedbatchnorm's source"
+    sys.exit(f"the command needs {error.name}: {how}")
 
 from . import __version__, flags
 from .adapters.scaffold import write_app
@@ -39,9 +41,10 @@ from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
-from .storage.files import BusyError
+from .storage.files import BusyError, write_bytes
 from .terminal import patient_streams, print_table
 
+_SEEDS = 1000  # more are a mistake, and their configurations alone would fill the memory
 _NAMED = 20  # runs that are left out, at most, by name
 _NO_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
 
@@ -93,7 +96,7 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
         out: folder of the runs and the report.
         quiet: no progress bar.
     """
-    configs = catalogue.demo(_at_least_one("seeds", seeds))
+    configs = catalogue.demo(_check_seeds(seeds))
     _run(configs, Where(out=out, device="cpu", quiet=quiet))
     missing = _tables([out], configs)
     print(
@@ -199,7 +202,7 @@ def reproduce(
         raise ValueError(
             f"figure {unknown[0]!r} is not known; choose from {', '.join(catalogue.FIGURES)}, all"
         )
-    seeds = _at_least_one("seeds", seeds)
+    seeds = _check_seeds(seeds)
     configs = catalogue.unique(c for name in names for c in catalogue.FIGURES[name].runs(scale, seeds))
     configs = [replace(c, precision=precision) if isinstance(c, Run) else c for c in configs]
     places = [where.out] if known is None else [where.out, known]
@@ -279,8 +282,14 @@ def collect(
     results, left_out = gather(runs)
     if not results:
         raise ValueError(nothing_in(runs, left_out))
-    whole, new = write_archive(file, results)
     rings = sum(isinstance(result.config, Ring) for result in results)
+    if rings == len(results):
+        _name(left_out, allowed=True)
+        raise ValueError(
+            f"{runs} holds no finished training run: nothing is collected; those on the ring stay in their "
+            "folders, with their points"
+        )
+    whole, new = write_archive(file, results)
     stay = f"; {rings} on the ring stay in their folders, with their points" if rings else ""
     print(f"{file}: {whole} runs, {new} of them new{stay}")
     _name(left_out, allow_damaged)
@@ -348,7 +357,9 @@ def data(
     title = split if parameter is None else f"{partition.PARTITIONS[split].parameter} = {parameter:g}"
     picture = holdings_figure({"samples": held.tolist(), "classes": loaded.classes}, f"{dataset}, {title}")
     plot.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(plot, dpi=150)
+    image = io.BytesIO()
+    picture.savefig(image, dpi=150, format=plot.suffix.removeprefix(".") or "png")
+    write_bytes(plot, image.getvalue())
     sizes = held.sum(1)
     print(
         f"clients hold {sizes.min()} to {sizes.max()} samples of {(held > 0).sum(1).min()} to "
@@ -356,18 +367,22 @@ def data(
     )
 
 
-def new(kind: tyro.conf.Positional[Literal["flower-app"]], folder: tyro.conf.Positional[Path]) -> None:
+def new(
+    kind: tyro.conf.Positional[Literal["flower-app", "nvflare-app"]], folder: tyro.conf.Positional[Path]
+) -> None:
     """Write a small app for a real federation, complete and ready to run.
 
     Example: fedbatchnorm new flower-app my-app
 
     Args:
-        kind: flower-app, a Flower app (pyproject.toml, client, server, task) that runs offline on digits.
+        kind: flower-app, a Flower app (pyproject.toml, client, server, task), or nvflare-app, a job for
+            NVFlare (job.py, client, model, task); both run offline on digits.
         folder: a new folder.
     """
     for file in write_app(kind, folder):
         print(file)
-    print(f"next: cd {folder}, pip install -e ., python -m fbn_app; README.md has the rest")
+    then = {"flower-app": "python -m fbn_app", "nvflare-app": "python job.py"}
+    print(f"next: cd {folder}, {then[kind]}; README.md has the rest")
 
 
 COMMANDS = {
@@ -526,7 +541,7 @@ def _report(places: Iterable[Path], out: Path | None = None) -> None:
     print(f"\nreport: {write_report(*places, out=out)}")
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
-    return value
+def _check_seeds(seeds: int) -> int:
+    if not 1 <= seeds <= _SEEDS:
+        raise ValueError(f"seeds is {seeds}; it must be between 1 and {_SEEDS}")
+    return seeds

@@ -23,7 +23,7 @@ from ..storage.files import BusyError, DamagedError, read_bytes
 from ..storage.values import parse
 from . import checks
 from .config import Run, describe
-from .environment import environment
+from .environment import commit, environment
 from .folder import RunFolder
 
 
@@ -146,6 +146,7 @@ def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bo
         return False
     # Set up before there is a folder: what cannot start leaves none.
     work = _ring(config) if isinstance(config, Ring) else _training(config, options)
+    commit()  # asks git once: a child of a process that is killed would go on holding the folder's lock
     try:
         with folder.open():
             if folder.finished():  # by another process, in the meantime
