@@ -10,13 +10,18 @@ import sys
 import termios
 import textwrap
 import time
+import tomllib
 
+import pandas
 import pytest
 import torch
 
+from fedbatchnorm import flags
+from fedbatchnorm.aggregation.attacks import ATTACKS
 from fedbatchnorm.cli import COMMANDS, main
 from fedbatchnorm.data.datasets import DATASETS
 from fedbatchnorm.data.partition import PARTITIONS
+from fedbatchnorm.experiments import grids
 from fedbatchnorm.experiments.catalogue import FIGURES
 from fedbatchnorm.experiments.config import Run, digest
 from fedbatchnorm.experiments.folder import RunFolder
@@ -105,6 +110,13 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["run", "--partition", "x"], "it must be one of iid, gamma, dirichlet"),
         (["run", "--model", "x"], "it must be one of cnn, cnn16, mlp, resnet20"),
         (["run", "--gamma", "2"], "gamma is 2.0"),
+        (["run", "--scheme", "fbn,fbm"], "scheme is 'fbm'"),
+        (
+            ["run", "--scheme", "groupnorm", "--gradient", "1"],
+            "gradient is given, but scheme groupnorm does not",
+        ),
+        (["run", "--groups", "4"], "groups is given, but scheme fbn does not use it"),
+        (["run", "--alpha", "1"], "alpha is given, but partition is gamma"),
         (["run", "--clients", "5000"], "clients is 5000; it must be between 1 and 1433"),
         (["run", "--device", "toaster"], "choose auto, cpu, cuda or mps"),
         (["run", "--device", "meta"], "choose auto, cpu, cuda or mps"),
@@ -236,11 +248,14 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     process.wait()
 
 
-def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(tmp_path):
+def frames(width, *arguments):
+    """What a terminal of this width shows, line by line, each state of a line one after another."""
     parent, child = pty.openpty()
-    termios.tcsetwinsize(child, (24, 150))
-    arguments = ["run", "--rounds", "150", "--evaluate-every", "10", "--device", "cpu"]
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=child, stderr=child)
+    termios.tcsetwinsize(child, (24, width))
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdin=child, stdout=child, stderr=child, env=environment
+    )
     os.close(child)
     shown = b""
     while True:
@@ -252,11 +267,21 @@ def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(tmp_path):
             break
         shown += piece
     os.close(parent)
-    assert process.wait() == 0
-    text = shown.decode()
-    assert re.search(r"1/1 digits, fbn, gamma 0, seed 0", text)
-    assert re.search(r"accuracy \d+\.\d%", text)
-    assert re.search(r"\[\d+:\d+<\d+:\d+", text)  # passed < left
+    assert process.wait() == 0, shown.decode()
+    return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", shown.decode())]
+
+
+@pytest.mark.parametrize("width", [150, 80, 60, 40])
+def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(width):
+    arguments = ["run", "--rounds", "120", "--evaluate-every", "10", "--device", "cpu", "--gamma", "0.123,1"]
+    lines = frames(width, *arguments, "--seed", "0")
+    bars = [line for line in lines if re.search(r"accuracy \d+\.\d%  ?\d+:\d\d left$", line)]
+    assert bars
+    assert max(map(len, bars)) == width
+    assert all("━" in line for line in bars)
+    run = "1/2 digits, fbn, gamma 0.123, seed 0"
+    assert any(line.startswith(run if width >= 80 else run[:6]) for line in bars)
+    assert any(line.startswith("2/2 ") for line in bars)
 
 
 @pytest.mark.slow
@@ -409,6 +434,203 @@ def test_a_model_s_module_that_fails_is_one_line(capsys, tmp_path, kind):
     assert err.startswith(f"error: model '{name}:f' {message}")
     assert f"{name}.py, line 1" in err
     assert err.count("\n") == 1
+
+
+def test_a_grid_ends_with_a_table_and_is_not_run_twice(capsys, tmp_path):
+    grid = ["run", "--scheme", "naive,fbn", "--gamma", "0,1", "--seed", "0..2", *SHORT, "--out", "a"]
+    status, out, err = call(capsys, *grid)
+    assert (status, err) == (0, "")
+    assert out.startswith("12 runs on ")
+    assert "digits, mlp, 4 clients, batch 10, 6 rounds: final test accuracy (%), mean ± sd over seeds" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if "±" in line and "sd" not in line}
+    assert list(rows) == ["1", "0"]
+    assert re.search(r"^ +gamma +FBN +Naive BN", out, re.MULTILINE)
+    short = {"rounds": 6, "evaluate_every": 3, "clients": 4}
+    found = [
+        json.loads(
+            (tmp_path / "a" / digest(Run(scheme="naive", seed=seed, **short)) / "summary.json").read_text()
+        )
+        for seed in range(3)
+    ]
+    mean = 100 * sum(summary["accuracy"] for summary in found) / 3
+    assert re.search(rf"{mean:.1f} ± \S+ *$", rows["0"])
+    assert "12 of them finished before" in call(capsys, *grid)[1]
+
+
+def test_a_grid_goes_into_a_file_and_comes_out_of_it(capsys, tmp_path):
+    grid = ["--scheme", "naive,fbn", "--gamma", "0.5,1", "--seed", "0..1", "--limit", "none,2", "--calibrate"]
+    status, out, _ = call(capsys, "run", *grid, "--rounds", "2", "--write-config", "new/run.toml")
+    assert (status, out) == (0, "12 runs described in new/run.toml: fedbatchnorm run --config new/run.toml\n")
+    assert not (tmp_path / "runs").exists()
+    text = (tmp_path / "new" / "run.toml").read_text()
+    assert 'scheme = ["naive", "fbn"]\nlimit = ["none", 2.0]\ncalibrate = true\n' in text
+    assert "# alpha = 0.1\n" in text
+    assert set(tomllib.loads(text)) == {"scheme", "gamma", "seed", "limit", "calibrate", "rounds"}
+    given = flags.read_toml(tmp_path / "new" / "run.toml")
+    assert {digest(run) for run in flags.runs_of(given)} == {
+        digest(run)
+        for run in grids.grid(
+            scheme=["naive", "fbn"],
+            gamma=[0.5, 1.0],
+            seed=[0, 1],
+            limit=[None, 2.0],
+            calibrate=True,
+            rounds=2,
+        )
+    }
+    status, out, _ = call(
+        capsys,
+        "run",
+        "--config",
+        "new/run.toml",
+        "--scheme",
+        "naive",
+        "--seed",
+        "5",
+        "--limit",
+        "none",
+        "--gamma",
+        "1",
+    )
+    assert (status, out.splitlines()[0].startswith("1 run on ")) == (1, False)  # naive takes no limit
+    (tmp_path / "b.toml").write_text("scheme = 'naive'\nevaluate-every = 1\nseed = '3..4'\ngamma = 1\n")
+    status, out, err = call(capsys, "run", "--config", "b.toml", "--rounds", "2", "--seed", "7")
+    assert (status, err) == (0, "")
+    run = Run(scheme="naive", evaluate_every=1, seed=7, gamma=1.0, rounds=2)
+    assert f"run folder: runs/{digest(run)}" in out
+
+
+def test_every_flag_of_a_run_goes_through_a_file(tmp_path):
+    """What `--write-config` comments out can be read when the comment sign is taken away."""
+    flags.write_toml(tmp_path / "all.toml", {})
+    lines = (tmp_path / "all.toml").read_text().splitlines()
+    settings = [line.removeprefix("# ") for line in lines if re.match(r"# \w+ = .", line)]
+    unset = [line for line in lines if re.match(r"# \w+ =$", line)]
+    assert len(settings) + len(unset) == len(grids.FIELDS)
+    (tmp_path / "some.toml").write_text("\n".join(settings))
+    found = flags.read_toml(tmp_path / "some.toml")
+    assert Run(**{name: value for name, (value,) in found.items()}) == Run()
+
+
+FILES = {
+    "missing": (None, "f.toml is not there: --write-config f.toml writes one"),
+    "not TOML": ("scheme = fbn", "f.toml is not TOML: Invalid value (at line 1, column 10)"),
+    "unknown": ("color = 1", "f.toml: a run has no 'color'"),
+    "a table": ("[scheme]\nname = 'fbn'", "f.toml: scheme must be a value or a list of values"),
+    "nothing": ("seed = []", "f.toml: seed must be a value or a list of values"),
+    "no number": ("gamma = 'x'", "f.toml: gamma is 'x'; it must be numbers"),
+    "a wrong type": ("seed = 1.5", "seed is 1.5"),
+    "a wrong name": ("scheme = ['fbn', 'fbm']", "scheme is 'fbm'; it must be one of centralized, fbn"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_wrong_with_a_file_of_settings_is_one_line(capsys, tmp_path, kind):
+    text, message = FILES[kind]
+    if text is not None:
+        (tmp_path / "f.toml").write_text(text)
+    status, _, err = call(capsys, "run", "--config", "f.toml")
+    assert status == 1
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_settings_is_not_overwritten(capsys, tmp_path):
+    (tmp_path / "f.toml").write_text("mine")
+    status, _, err = call(capsys, "run", "--write-config", "f.toml")
+    assert (status, err) == (1, "error: f.toml is there already: give another name, or remove it\n")
+    assert (tmp_path / "f.toml").read_text() == "mine"
+
+
+VALUES = {
+    "--seed 4..0": "--seed: seed is 4..0; the first of a range must be below the last",
+    "--gamma 0..1": "--gamma: gamma is '0..1'; it must be numbers; 0..4 is for whole numbers: list values",
+    "--scheme fbn,": "--scheme: scheme is ''; it must be names",
+    "--rounds 3,x": "--rounds: rounds is 'x'; it must be whole numbers or none",
+    "--algorithm sgd": "--algorithm: algorithm is 'sgd'; it must be dsgd or fedavg",
+    "--augment maybe": "--augment: augment is 'maybe'; it must be true or false",
+}
+
+
+@pytest.mark.parametrize("flag", VALUES)
+def test_a_value_that_is_none_is_one_line(capsys, flag):
+    status, _, err = call(capsys, "run", *flag.split())
+    assert (status, err) == (2, f"error: {VALUES[flag]} (see fedbatchnorm run --help)\n")
+
+
+def test_help_has_the_choices_and_examples(capsys):
+    _, out, _ = call(capsys, "run", "--help")
+    words = re.sub(r"[\s│]+", " ", out)
+    for names in (SCHEMES, DATASETS, PARTITIONS, ["none", *ATTACKS]):
+        assert ", ".join(name for name in names if name != "none") in words or ", ".join(names) in words
+    for name in (*MODELS, "--scheme fbn,naive --gamma 0,0.1,1 --seed 0..4", "--config run.toml"):
+        assert name in words
+
+
+def test_own_objects_are_named_as_file_and_name(capsys, tmp_path):
+    (tmp_path / "own_parts_for_the_command.py").write_text(
+        "import numpy as np\nfrom fedbatchnorm import experiments as fx\n"
+        "pooled = fx.scheme('pooled', fx.with_own_batch, fx.merge_exactly)\n"
+        "def shards(labels, clients, rng, each=1):\n"
+        "    return np.array_split(np.argsort(labels, kind='stable'), clients)\n"
+        "def hush(honest):\n    return 0 * honest[0]\n"
+    )
+    own = "own_parts_for_the_command"
+    parts = ["--partition", f"{own}:shards", "--attack", f"{own}:hush", "--byzantine", "1"]
+    status, out, err = call(capsys, "run", "--scheme", f"naive,{own}:pooled", *parts, *SHORT)
+    assert (status, err) == (0, "")
+    assert re.search(r"each +Naive BN +pooled", out)
+    status, _, err = call(capsys, "run", "--scheme", f"{own}:nothing")
+    assert status == 1
+    assert err.startswith(f"error: scheme '{own}:nothing' cannot be imported: AttributeError")
+    assert err.count("\n") == 1
+
+
+def test_a_divergence_is_said_in_words(capsys):
+    away = ["--lr", "1e9", *SHORT]
+    status, out, _ = call(capsys, "run", *away)
+    assert status == 0
+    line = r"^diverged: accuracy \d+\.\d%, which is chance .*, and the loss is not finite from round 3 on$"
+    assert re.search(line, out, re.MULTILINE)
+    _, out, _ = call(capsys, "run", *away, "--seed", "0,1")
+    assert re.search(r"\d+\.\d ± \d+\.\d, 2 of 2 diverged", out)
+    assert out.count(": diverged: accuracy") == 2
+
+
+def test_a_grid_without_all_of_its_runs_is_not_a_success(capsys, tmp_path):
+    """Another process is at one of them."""
+    with RunFolder(tmp_path / "runs", Run(seed=1, rounds=6, evaluate_every=3, clients=4)).open():
+        status, out, err = call(capsys, "run", "--seed", "0,1", *SHORT)
+    assert status == 1
+    assert "1 of 2 runs are not there" in err
+    assert "1 of them are still being run by other processes" in out
+    assert call(capsys, "run", "--seed", "0,1", *SHORT)[0] == 0
+
+
+def test_runs_are_written_as_a_table(capsys, tmp_path):
+    call(capsys, "run", "--scheme", "fbn,naive", *SHORT, "--out", "a")
+    status, out, err = call(capsys, "report", "a", "--csv", "runs.csv", "--csv-curves", "curves.csv")
+    assert (status, err) == (0, "")
+    assert out == "runs.csv: 2 runs\ncurves.csv: 2 runs, a row for each evaluation\n"
+    runs = pandas.read_csv(tmp_path / "runs.csv")
+    assert runs.scheme.tolist() == ["fbn", "naive"]
+    assert len(pandas.read_csv(tmp_path / "curves.csv")) == 4
+    assert not (tmp_path / "a" / "report").exists()
+    assert call(capsys, "report", "a", "--csv", "x.csv", "--markdown", "x.md")[0] == 1
+    status, _, err = call(capsys, "report", ".", "--csv", "x.csv", "--allow-damaged")
+    assert status == 0
+
+
+def test_a_table_on_a_narrow_terminal_loses_nothing():
+    lines = frames(40, "run", "--scheme", "fbn,naive", "--lr", "1e9", "--seed", "0,1", *SHORT)
+    table = lines[next(i for i, line in enumerate(lines) if "final test accuracy" in line) :]
+    assert "…" not in "".join(table)
+    rows = [re.split(r" {2,}", line.strip()) for line in table if line.startswith("  ")]
+    fbn, naive = ("".join(row[column] for row in rows if len(row) > column) for column in (1, 2))
+    assert re.search(r"\d+\.\d±\d+\.\d,2of2diverged", fbn.replace(" ", ""))
+    assert naive.replace(" ", "").startswith("Naive")
 
 
 def test_a_report_of_a_file_without_runs_does_not_advise_to_run_into_it(capsys, tmp_path):

@@ -122,7 +122,7 @@ def _value(name: str, text: str) -> Any:
     if str in kinds and text:
         return text
     wanted = [*choices, *(_WORDS[kind] for kind in kinds if isinstance(kind, type))]
-    hint = "; 0..4 is for whole numbers: list the values" if _RANGE.fullmatch(text) else ""
+    hint = "; 0..4 is for whole numbers: list values" if _RANGE.fullmatch(text) else ""
     raise ValueError(f"{name} is {text!r}; it must be {' or '.join(dict.fromkeys(wanted))}{hint}")
 
 
@@ -148,8 +148,7 @@ def _help(field: str) -> str:
     text = _TEXTS[field]
     if field in KINDS:
         text = re.sub(r": see `fedbatchnorm list`(?=[.;])", "", text)
-        names = [name for name in names_of(field) if name not in text]  # pyrefly: ignore
-        if field != "defense" and len(names) > 1:
+        if field != "defense":
             text = f"{text.rstrip('.')}. Choices: {', '.join(names_of(field))}."  # pyrefly: ignore
         if field != "model":
             text += f" file:name is a {'rule' if field == 'defense' else field} of your own."

@@ -101,10 +101,10 @@ class Run(Recipe):
     dataset: str = "digits"
     """What is learned: see `fedbatchnorm list`."""
     model: str | None = None
-    """cnn, cnn16, mlp, resnet20, resnet18, or a function of your own as package.module:function; the
-    dataset's usual one if not given."""
+    """The network: see `fedbatchnorm list`; a function of your own as package.module:function; the dataset's
+    usual one if not given."""
     partition: str = "gamma"
-    """How the data is split among the clients: iid, gamma, dirichlet."""
+    """How the data is split among the clients: see `fedbatchnorm list`."""
     gamma: _Gamma = 0.0
     """For the gamma partition: the share of data that is alike, from 0 (each client its own classes)
     to 1 (iid)."""
