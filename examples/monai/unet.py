@@ -1,11 +1,12 @@
-"""Federated segmentation with MONAI: a small 3D U-Net with BatchNorm, sites whose scanners differ in intensity.
+"""Federated segmentation with MONAI: a small 3D U-Net with BatchNorm at sites whose scanners differ.
 
-    python examples/monai/unet.py                                       # a few minutes on a CPU
-    python examples/monai/unet.py --json results/monai/unet.json        # and the results into a file
+    python examples/monai/unet.py                                  # some minutes on a CPU
+    python examples/monai/unet.py --json results/monai/unet.json   # and the results into a file
 
-Every site has volumes of its own: tissue with bright blobs to be found. What a scanner makes of them differs by site,
-in gain and offset, and nothing normalizes it. Plain BatchNorm, whose running statistics are averaged, is compared with
-federated BatchNorm: the same volumes, weights, batches and learning rate. MONAI comes with the extra `zoo`.
+Every site has volumes of its own: tissue with bright blobs to be found. What a scanner makes of them differs
+by site, in gain and offset, and nothing normalizes it. Plain BatchNorm, whose running statistics are averaged,
+is compared with federated BatchNorm: same volumes, weights, batches and learning rate. MONAI comes with
+the extra `zoo`.
 """
 
 import argparse

@@ -1,11 +1,13 @@
 """What every engine is asked to do: a federation whose clients write down what their layers saw.
 
-No engine is known here. An engine calls `turn` at each client in each round, with its own `load` and `reply`; what
-clients do wrong, they do to the core's answer, before the engine packs it.
+No engine is known here. An engine calls `turn` at each client in each round, with its own `load` and `reply`;
+what clients do wrong, they do to the core's answer, before the engine packs it.
 """
 
 import contextlib
 import json
+import os
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import load_file
 from torch import nn
 
 import fedbatchnorm as fbn
 from fedbatchnorm.adapters import client as core
 from fedbatchnorm.norm.messages import Update
 
+PATIENCE = int(os.environ.get("FEDBATCHNORM_PATIENCE", "1"))  # more where a machine has much else to do
 LAYERS = {"norm": 0.1, "last_norm": 0.3}  # layer -> momentum
 FAULTS = {  # what a client does -> the verdict
     "NaN": "non_finite",
@@ -56,7 +60,7 @@ class Case:
         rounds: of training.
         sizes: examples in a batch, by client.
         steps: local steps a round.
-        faults: "round/client" -> what that client does in that round: one of FAULTS, "lie", "dies" or "waits".
+        faults: "round/client" -> what that client does then: one of FAULTS, "lie", "dies" or "waits".
         cohort: how many clients a round asks; all if 0.
         quorum: of the server.
         liars: above 0, the server uses a robust rule against so many.
@@ -74,7 +78,7 @@ class Case:
     quorum: int = 1
     liars: int = 0
     restarts: int = 0
-    timeout: int = 20
+    timeout: int = 45 * PATIENCE
 
     def options(self):
         """The server's settings."""
@@ -91,6 +95,14 @@ class Case:
 def read_case(file):
     found = json.loads(Path(file).read_text())
     return Case(**found | {"sizes": tuple(found["sizes"])})
+
+
+def read_outcome(folder):
+    """What `Outcome.save` has saved, or None."""
+    with contextlib.suppress(FileNotFoundError):
+        found = json.loads((Path(folder) / "outcome.json").read_text())
+        return Outcome(read_case(Path(folder) / "case.json"), **found)
+    return None
 
 
 class DiedError(Exception):
@@ -198,17 +210,19 @@ class Outcome:
             names: how the engine calls the clients, by index.
             traffic: (bytes to a client, bytes from it) in a round, where the engine can tell.
         """
-        from safetensors.numpy import load_file
-
-        self.case, self.lines, self.traffic = case, lines, traffic
-        self._names = {str(name): index for index, name in enumerate(names)}
+        self.case, self.lines, self.names, self.traffic = case, lines, list(names), traffic
+        self._names = {str(name): index for index, name in enumerate(self.names)}
         saved = load_file(Path(case.folder) / "server.safetensors")
         self.state = {k.removeprefix("arrays/"): v for k, v in saved.items() if k.startswith("arrays/")}
 
+    def save(self):
+        """So that another process can read it, with `read_outcome`."""
+        content = {"lines": self.lines, "names": self.names, "traffic": self.traffic}
+        self.case.save()
+        (Path(self.case.folder) / "outcome.json").write_text(json.dumps(content))
+
     def verdicts(self):
         """(round, client) -> the reason for which it was left out."""
-        import re
-
         found = {}
         for line in self.lines:
             match = re.search(r"round (\d+): \w+ (\S+) left out: (\w+)", line)
@@ -218,8 +232,6 @@ class Outcome:
 
     def rounds(self):
         """Round -> (asked, answered, used); of one that was begun twice, the last time."""
-        import re
-
         matches = (re.search(r"round (\d+): (\d+) asked, (\d+) answered, (\d+) used", x) for x in self.lines)
         return {int(m[1]): (int(m[2]), int(m[3]), int(m[4])) for m in matches if m}
 
@@ -227,6 +239,12 @@ class Outcome:
         """Client -> what its layer saw in a round, (k, channels)."""
         files = sorted(Path(self.case.folder).glob(f"seen-{number}-[0-9]*.npz"))
         return {int(f.stem.rpartition("-")[2]): np.load(f)[layer] for f in files if ".part" not in f.name}
+
+    def good(self, number):
+        """How many of those who are asked answer, and answer well."""
+        bad = [k for k, what in self.case.faults.items() if k.startswith(f"{number}/") and what in FAULTS]
+        dead = [k for k, what in self.case.faults.items() if k.startswith(f"{number}/") and what == "dies"]
+        return len(self.seen(number, "norm")) - len(bad) - len(dead)
 
     def used(self, number, layer="norm"):
         """The clients whose statistics a round should have used."""

@@ -25,7 +25,10 @@ def pytest_runtest_logreport(report):
 def pytest_runtest_setup(item):
     mark = item.get_closest_marker("property")
     if mark:
-        item.user_properties += [("property", mark.args[0]), ("engine", item.callspec.params["engine"].__name__)]
+        item.user_properties += [
+            ("property", mark.args[0]),
+            ("engine", item.callspec.params["engine"].__name__),
+        ]
 
 
 def pytest_sessionfinish(session):

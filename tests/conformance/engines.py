@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from cases import Case, DiedError, Net, Outcome, turn
+from cases import PATIENCE, Case, DiedError, Net, Outcome, turn
 
 import fedbatchnorm as fbn
 from fedbatchnorm.adapters import client as core
@@ -35,7 +37,7 @@ class Engine:
     """
 
     title, slow = "", False
-    cannot: dict[str, str] = {}
+    cannot: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, place):
         self.place = Path(place)
@@ -148,7 +150,9 @@ class FlowerLoopback(Engine):
     """A SuperLink and SuperNodes as processes of their own, with TLS and keys."""
 
     title, slow = "Flower, SuperLink and SuperNodes with TLS", True
-    cannot = {"traffic": "what a message holds is the same as in one process"}
+    cannot: Mapping[str, str] = MappingProxyType(
+        {"traffic": "what a message holds is the same as in one process"}
+    )
 
     def __enter__(self):
         from federation import Federation
@@ -171,20 +175,20 @@ class FlowerLoopback(Engine):
         run = self.federation.submit(app, settings)
         dying = [key for key, fault in case.faults.items() if fault == "dies"]
         if case.restarts:
-            self._until(lambda: (folder / "waiting").exists(), 120)
+            self._until(lambda: (folder / "waiting").exists(), 120 * PATIENCE)
             before = running()
             link = self.federation.processes["superlink"].pid
             [server] = [n for n in _below(link, before) if "flwr-serverapp" in _command(n)]
             os.kill(server, signal.SIGKILL)
-            self._until(lambda: server not in running(), 20)
+            self._until(lambda: server not in running(), 20 * PATIENCE)
             (folder / "killed").touch()
-            self.federation.wait(run, 60)
+            self.federation.wait(run, 60 * PATIENCE)
             run = self.federation.submit(app, settings)
         for key in dying:
             number, _, index = key.partition("/")
-            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists(), 120)
+            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists(), 120 * PATIENCE)
             self.federation.kill(int(index))
-        status = self.federation.wait(run, 200)
+        status = self.federation.wait(run, 200 * PATIENCE)
         assert status == "finished:completed", self.federation.server_log(run)[-3000:]
         for key in dying:  # for the next run
             self.federation.start_node(int(key.partition("/")[2]))
@@ -268,7 +272,8 @@ class NVFlareHere(Engine):
         received.params = convert_params(received.params, numpy, tensors, state)
 
         def answer(model, metrics, steps):
-            found = reply(model, received, metrics, steps=steps, meta={"num-examples": metrics["num-examples"]})
+            weight = {"num-examples": metrics["num-examples"]}
+            found = reply(model, received, metrics, steps=steps, meta=weight)
             found.params = convert_params(found.params, tensors, numpy, state)
             self.traffic = fobs_bytes(request), fobs_bytes(found)
             return over_the_wire(found)
@@ -288,11 +293,14 @@ class NVFlareSimulator(Engine):
     """A job in NVFlare's simulator, which starts the clients' scripts."""
 
     title, slow, kind = "NVFlare, simulator", True, "sim"
-    cannot = {
-        "a server killed and resumed": "the simulator is one process, which ends with its server",
-        "a client killed in mid-round": "its clients are threads of one process; tried in POC",
-        "traffic": "what a message holds is the same as in one process",
-    }
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "a server killed and resumed": "the simulator ends with its server; tried in one process",
+            "a client killed in mid-round": "tried in POC",
+            "robust rule": "tried in one process",
+            "traffic": "what a message holds is the same as in one process",
+        }
+    )
 
     def run(self, case):
         from nvflare_processes import ending, environment
@@ -306,7 +314,7 @@ class NVFlareSimulator(Engine):
                 env=environment(folder),
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=300 * PATIENCE,
                 check=False,
             )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -324,13 +332,14 @@ class NVFlarePoc(NVFlareSimulator):
     """NVFlare's server and clients as processes of their own, provisioned with certificates."""
 
     title, kind = "NVFlare, POC", "poc"
-    cannot = {
-        "a server killed and resumed": "NVFlare restarts a server with tools of its own; a job that is "
-        "submitted again continues from the checkpoint, which is tried in one process",
-        "cohorts": "tried in the simulator",
-        "robust rule": "tried in the simulator",
-        "traffic": "what a message holds is the same as in one process",
-    }
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "a server killed and resumed": "tried in one process",
+            "cohorts": "tried in the simulator",
+            "robust rule": "tried in one process",
+            "traffic": "what a message holds is the same as in one process",
+        }
+    )
 
     def run(self, case):
         from nvflare_processes import ending, poc_alone, processes_in, start_poc, wait_for
@@ -342,10 +351,12 @@ class NVFlarePoc(NVFlareSimulator):
             for key in dying:
                 number, _, index = key.partition("/")
                 there = folder / f"seen-{number}-{index}.npz"
-                assert wait_for(there.exists, 240), (job / "out.txt").read_text()[-3000:]
+                assert wait_for(there.exists, 240 * PATIENCE), (job / "out.txt").read_text()[-3000:]
                 for victim in processes_in(folder, f"/site-{int(index) + 1}"):
                     victim.kill()
-            assert wait_for(lambda: process.poll() is not None, 200), (job / "out.txt").read_text()[-3000:]
+            assert wait_for(lambda: process.poll() is not None, 200 * PATIENCE), (
+                job / "out.txt"
+            ).read_text()[-3000:]
             assert process.returncode == 0, (job / "out.txt").read_text()[-4000:]
             logs = [file.read_text() for file in folder.rglob("log.txt") if "/server/" in str(file)]
             logs += [file.read_text() for file in folder.rglob("transfer/*/workspace/log.txt")]
