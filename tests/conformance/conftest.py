@@ -1,5 +1,6 @@
 """Writes down what the suite has found: FEDBATCHNORM_CONFORMANCE=FILE pytest tests/conformance."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_sessionfinish(session):
+    """What was found for the engines of this session takes the place of what the file had for them."""
     file = os.environ.get("FEDBATCHNORM_CONFORMANCE")
     if not (file and FOUND):
         return
@@ -39,11 +41,15 @@ def pytest_sessionfinish(session):
 
     from fedbatchnorm.experiments.environment import commit, describe_device
 
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for name in ("flwr", "nvflare"):
-        import importlib.metadata
-
-        versions[name] = importlib.metadata.version(name)
-    machine = describe_device(torch.device("cpu"))
-    content = {"commit": commit() or "unknown", "machine": machine, "versions": versions, "found": FOUND}
-    Path(file).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "flwr", "nvflare")}
+    facts = {"commit": commit() or "unknown", "machine": describe_device(torch.device("cpu"))}
+    facts |= {"python": platform.python_version(), "versions": versions}
+    path = Path(file)
+    content = json.loads(path.read_text()) if path.exists() else {"engines": {}, "found": {}}
+    for engine in sorted({engine for row in FOUND.values() for engine in row}):
+        content["engines"][engine] = facts
+        for row in content["found"].values():
+            row.pop(engine, None)
+    for name, row in FOUND.items():
+        content["found"].setdefault(name, {}).update(row)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
