@@ -1,0 +1,108 @@
+"""The small NVFlare app that `fedbatchnorm new` writes: in NVFlare's simulator, and in POC."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedbatchnorm.adapters.scaffold import write_app
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "examples" / "nvflare" / "app"
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
+from nvflare_accuracy import simulation, written
+from nvflare_processes import (
+    ending,
+    model_in,
+    poc_alone,
+    processes_in,
+    rounds_in,
+    run_job,
+    start_poc,
+    wait_for,
+)
+
+
+def test_the_example_is_what_the_command_writes(tmp_path):
+    files = write_app("nvflare-app", tmp_path / "app")
+    names = {file.relative_to(tmp_path / "app") for file in files}
+    assert names == {p.relative_to(APP) for p in APP.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    for name in names:
+        assert (APP / name).read_text() == (tmp_path / "app" / name).read_text(), name
+    assert f"torch=={torch.__version__.partition('+')[0]}" in (tmp_path / "app/requirements.txt").read_text()
+
+
+def test_the_pin_is_the_version_that_is_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["nvflare"] == ["nvflare==2.9.*"]
+
+
+FORMS = {
+    "numpy, FULL": "",
+    "tensors, DIFF, on the disk": (
+        '"server_expected_format": "pytorch", "params_transfer_type": "DIFF", '
+        '"enable_tensor_disk_offload": True,'
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_nvflare_and_the_library_s_simulation_agree(tmp_path, form):
+    """Calibration, local epochs, FedAvg: with the same batches the same statistics."""
+    folder, rounds = written(tmp_path / "app"), 2
+    job = folder / "job.py"
+    job.write_text(job.read_text().replace('"name": ', f'{FORMS[form]} "name": '))
+    text = run_job(folder, "--clients=3", f"--rounds={rounds}", "--lr=0.01")
+    assert "statistics calibrated by 3 of 3 clients" in text
+    assert rounds_in(text) == [(1, 3, 3, 3), (2, 3, 3, 3)]
+    state = model_in(folder / "workspace")
+    sys.path.insert(0, str(folder))
+    try:
+        from model import model_for
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("model", None)
+    twin = simulation(model_for("digits"), 3, rounds, epochs=1, lr=0.01, seed=0)
+    for _ in range(rounds):
+        twin.round()
+    for name, value in twin.model.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            assert (state[name].dtype, int(state[name])) == (
+                np.int64,
+                int(value) + 1,
+            )  # the calibration counts
+        else:
+            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_poc_completes_also_with_a_client_killed(tmp_path):
+    """Server and clients in processes of their own; all take part, then one is killed with all its processes."""
+    folder = tmp_path / "app"
+    write_app("nvflare-app", folder)
+    log = f"{folder}/poc/example_project/prod_00/server/*/log.txt"
+
+    def server_says(text):
+        return any(text in file.read_text() for file in Path("/").glob(log[1:]))
+
+    flags = ("--clients=3", "--rounds=3", "--min-clients=2", "--round-timeout=20")
+    with poc_alone(), ending(folder):
+        process = start_poc(folder, 3, *flags)
+        # Two rounds with all, and the kill as soon as the last one begins.
+        assert wait_for(lambda: server_says("Round 3 started"), 300), (folder / "out.txt").read_text()
+        for victim in processes_in(folder, "/site-2"):
+            victim.kill()
+        assert wait_for(lambda: process.poll() is not None, 200), (folder / "out.txt").read_text()
+        out = (folder / "out.txt").read_text()
+        assert process.returncode == 0, out
+        assert "test accuracy" in out
+        [server] = Path("/").glob(f"{folder}/poc/example_project/prod_00/*/transfer/*/workspace/log.txt"[1:])
+        text = server.read_text()
+    assert "statistics calibrated by 3 of 3 clients" in text
+    assert rounds_in(text) == [(1, 3, 3, 3), (2, 3, 3, 3), (3, 3, 2, 2)]
+    assert "round 3: no answer from client site-2, 1 of 3 asked" in text
+    assert not processes_in(folder)

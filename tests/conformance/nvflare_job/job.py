@@ -1,0 +1,35 @@
+"""The suite's job: python job.py sim|poc CASE PLACE."""
+
+import os
+import sys
+from pathlib import Path
+
+from nvflare.recipe import PocEnv, SimEnv
+
+from fedbatchnorm.adapters.nvflare import FederatedBatchNormAggregator
+from fedbatchnorm.adapters.nvflare_recipe import FederatedBatchNormRecipe
+
+kind, file, place = sys.argv[1:4]
+sys.path.insert(0, place)
+import cases  # noqa: E402
+
+case = cases.read_case(file)
+recipe = FederatedBatchNormRecipe(
+    name="conformance",
+    model={"class_path": "cases.Net", "args": {}},
+    min_clients=case.clients - ("dies" in case.faults.values()),
+    num_rounds=case.rounds,
+    train_script="client.py",
+    train_args=f"{place} {file} {'hang' if kind == 'poc' else 'raise'}",
+    aggregator=FederatedBatchNormAggregator(**case.options()),
+    clients_per_round=case.cohort or None,
+    round_timeout=case.timeout if "dies" in case.faults.values() else 0,
+)
+recipe.add_server_file(str(Path(place) / "cases.py"))
+if kind == "sim":
+    env = SimEnv(num_clients=case.clients, workspace_root=str(Path(case.folder) / "workspace"))
+else:
+    os.environ.setdefault("NVFLARE_POC_WORKSPACE", str(Path(case.folder) / "poc"))
+    env = PocEnv(num_clients=case.clients)
+run = recipe.execute(env)
+print("result", run.get_result(clean_up=False), run.get_status())
