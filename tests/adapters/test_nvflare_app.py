@@ -13,8 +13,8 @@ from fedbatchnorm.adapters.scaffold import write_app
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "examples" / "nvflare" / "app"
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
-from nvflare_accuracy import simulation, written
-from nvflare_processes import (
+from nvflare_accuracy import simulation, written  # noqa: E402
+from nvflare_processes import (  # noqa: E402
     ending,
     model_in,
     poc_alone,
@@ -41,7 +41,7 @@ def test_the_pin_is_the_version_that_is_tested():
 
 
 FORMS = {
-    "numpy, FULL": "",
+    "numpy, FULL": '"server_expected_format": "numpy", "params_transfer_type": "FULL",',
     "tensors, DIFF, on the disk": (
         '"server_expected_format": "pytorch", "params_transfer_type": "DIFF", '
         '"enable_tensor_disk_offload": True,'
@@ -56,6 +56,7 @@ def test_nvflare_and_the_library_s_simulation_agree(tmp_path, form):
     folder, rounds = written(tmp_path / "app"), 2
     job = folder / "job.py"
     job.write_text(job.read_text().replace('"name": ', f'{FORMS[form]} "name": '))
+    assert job.read_text().count(FORMS[form]) == 1
     text = run_job(folder, "--clients=3", f"--rounds={rounds}", "--lr=0.01")
     assert "statistics calibrated by 3 of 3 clients" in text
     assert rounds_in(text) == [(1, 3, 3, 3), (2, 3, 3, 3)]
@@ -81,7 +82,7 @@ def test_nvflare_and_the_library_s_simulation_agree(tmp_path, form):
 
 @pytest.mark.slow
 def test_poc_completes_also_with_a_client_killed(tmp_path):
-    """Server and clients in processes of their own; all take part, then one is killed with all its processes."""
+    """Server and clients in processes of their own: first all take part, then one is killed."""
     folder = tmp_path / "app"
     write_app("nvflare-app", folder)
     log = f"{folder}/poc/example_project/prod_00/server/*/log.txt"
@@ -90,10 +91,10 @@ def test_poc_completes_also_with_a_client_killed(tmp_path):
         return any(text in file.read_text() for file in Path("/").glob(log[1:]))
 
     flags = ("--clients=3", "--rounds=3", "--min-clients=2", "--round-timeout=20")
-    with poc_alone(), ending(folder):
-        process = start_poc(folder, 3, *flags)
+    with poc_alone(), ending(folder), start_poc(folder, 3, *flags) as process:
         # Two rounds with all, and the kill as soon as the last one begins.
-        assert wait_for(lambda: server_says("Round 3 started"), 300), (folder / "out.txt").read_text()
+        wait_for(lambda: server_says("Round 3 started") or process.poll() is not None, 300)
+        assert process.poll() is None, (folder / "out.txt").read_text()
         for victim in processes_in(folder, "/site-2"):
             victim.kill()
         assert wait_for(lambda: process.poll() is not None, 200), (folder / "out.txt").read_text()
