@@ -2,7 +2,7 @@
 
     python benchmarks/flower_epochs.py --json results/benchmarks/flower-epochs-cpu.json
 
-Digits, a CNN with 3 BatchNorm layers, ten clients, batches of 32, SGD with momentum 0.9 that is made anew in
+Digits, a CNN with 3 BatchNorm layers, ten clients, batches of 32, SGD with momentum 0.9 that is reset in
 every round, in one process. Plain is FedAvg over all arrays, BatchNorm's buffers among them.
 """
 

@@ -23,11 +23,11 @@ SAYS = {
     "checkpoints of runs": ("changed checkpoints and metrics", "one that was written, to the bit, or none"),
     "checkpoints of servers": ("a changed or forged server's checkpoint", "what was written, or an error"),
     "merges": ("a merge with 1 to 3 hostile updates", "the result of the others alone, to the bit"),
-    "kills of runs": ("SIGKILL during a run", "resumed, the bits of the undisturbed run"),
+    "kills of runs": ("SIGKILL during a run", "resumed, the bits of an uninterrupted run"),
     "kills of collecting": ("SIGKILL while a file of runs is written", "the old file or the new one"),
     "kills of servers": (
         "SIGKILL of a Flower server, 5 nodes, some of which send garbage",
-        "continued, the bits of the undisturbed run without that garbage",
+        "continued, the bits of an uninterrupted run without that garbage",
     ),
     "kills of a federation": (
         "the same with a SuperLink and 3 SuperNodes, which are killed, too",

@@ -22,38 +22,42 @@ RESULTS = ROOT / "results" / "benchmarks"
 
 HEAD = """# Speed
 
-Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit. Contenders take turns in one
-run, so that whatever else the machine does hits all of them; figures are medians, and ratios of medians.
+Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit. Within a run, the
+contenders take turns, so that other load on the machine affects all of them alike. Numbers are medians,
+and ratios of medians.
 """
 
 LAYERS = """
 ## Layers
 
-FBN's training forward and backward over that of torch's BatchNorm in training mode: below 1 FBN is faster.
-`python benchmarks/layer.py` measures it on your machine. On a GPU a single eager layer takes the same time
-for five times the data: what is compared there is the host launching kernels, of which FBN has more.
+Time of FBN's forward and backward pass in training, relative to torch's BatchNorm: below 1, FBN is
+faster. `python benchmarks/layer.py` measures it on your machine. On a GPU, a single eager layer takes
+the same time for five times the data: it is limited by how fast the host launches kernels, and FBN
+launches more of them.
 """
 
 EXCHANGE = """
 ## A client's step, and what is exchanged
 
-Forward, loss, backward and SGD of a whole model over the same with torch's BatchNorm; `collect` and
-`load_statistics` as a share of such a step, as if a round had one; and the server's `merge` of many clients'
-updates, checks included, beside Flower's averaging of the same model's parameters (`aggregate`, on which its
-FedAvg is built) and beside loops over layers and clients without checks. `python benchmarks/exchange.py`
-measures it on your machine. "Before" is what was measured when every layer and client was handled by itself:
-`collect` took 64 operations a layer. It now takes under 100 for any number of layers.
+Three comparisons. Forward, loss, backward and SGD step of a whole model with FBN, relative to the same
+model with torch's BatchNorm. `collect` and `load_statistics` together, as a share of such a step (for a
+round of one step). And the server's `merge` of many clients' updates, checks included, beside Flower's
+averaging of the same model's parameters (its `aggregate`, used by FedAvg) and beside plain loops over
+layers and clients without checks. `python benchmarks/exchange.py` measures them on your machine.
+"Before" is an earlier version that handled each layer and client separately: `collect` took 64
+operations for each layer. It now takes fewer than 100 in all.
 """
 
 ROUNDS = """
 ## A federated round
 
-`python benchmarks/round.py` measures it on your machine. The loop is what one would write with the library
-and no simulator: the clients' forward and backward one after another, `collect`, `merge`. Plain PyTorch is a
-centralized step on the merged batch with torch's own BatchNorm and SGD. On a CPU the simulator puts as many
-clients into a pass as fit the cache: for the large network that is one, and the round takes what the loop
-takes; for the small one it is all of them. In default settings the C library gives the memory of large
-activations back and faults it in anew, which is why whole batches of 500 take longer than ten of 50.
+`python benchmarks/round.py` measures it on your machine. The loop is what one would write with the
+library alone: the clients' forward and backward passes one after another, then `collect` and `merge`.
+Plain PyTorch is a centralized step on the merged batch with torch's own BatchNorm and SGD. On a CPU, the
+simulator puts as many clients into a pass as fit into the cache. For the large network that is one
+client, so the round takes as long as the loop; for the small network it is all of them. With default
+settings, the C library returns the memory of large activations to the system after each use. This makes
+one batch of 500 slower than ten of 50.
 """
 
 
@@ -63,22 +67,21 @@ ON_A_GPU = """
 
 10 clients with 50 images each and the paper's network; `python benchmarks/gpu.py` measures it on your
 machine. On a CUDA GPU the simulator compiles its passes and replays a whole round as a CUDA graph. Plain
-centralized is torch's own BatchNorm on the merged batch, compiled and captured in the same way, with the same
-rewriting of the first convolution and of flattening; pooling is rewritten where it stands beside fused FBN,
-since elsewhere that is slower. Most of FBN's lead is that it normalizes with constants: bias, ReLU,
-normalization and statistics are one pass over memory forward and one backward. byzfl 0.0.11,
-as its users run it, was measured once at 42.9 ms on the same kind of GPU; it is not installed where this was
-measured, so that column compares two runs. Per cent of peak is the round's arithmetic against the matrix
-product of the same machine and precision.
+centralized is torch's own BatchNorm on the merged batch, compiled and captured in the same way, with the
+same rewriting of the first convolution and of flattening. Pooling is rewritten only next to fused FBN;
+elsewhere that would be slower. FBN is faster mainly because it normalizes with constants: bias, ReLU,
+normalization and statistics take one pass over memory forward and one backward. byzfl 0.0.11 took 42.9
+ms in a separate run on the same kind of GPU. "Of peak" compares the round's arithmetic with the
+throughput of a large matrix product on the same machine, in the same precision.
 """
 
 GROWTH = """
 ## How cost grows with the number of clients
 
-FBN, TF32, in time and in memory (`python benchmarks/gpu.py --growth`): with the images in a round, not with
-the clients. A thousand clients of one image each take longer than one client of a thousand because the
-host draws every client's batch, and is still at it when the GPU has finished. Where all images at once are
-too many for the memory, `Simulation(chunk=100)` puts 100 clients into a pass.
+Time and memory of FBN in TF32 grow with the number of images in a round, not with the number of clients
+(`python benchmarks/gpu.py --growth`). A thousand clients with one image each take longer than one client
+with a thousand, because the host draws a batch for every client and the GPU waits for it. If all images
+together do not fit into memory, `Simulation(chunk=100)` puts 100 clients into a pass.
 
 ![Milliseconds and memory of a round against the number of clients](images/growth.svg)
 """
@@ -88,11 +91,11 @@ FEDAVG = """
 
 Milliseconds for one round of FedAvg: the local training of every client in the round, and the server's
 update, without evaluation. `python benchmarks/fedavg.py` measures it on your machine. Images are random
-bytes, because no time depends on what they show. Where pfl-research was measured, it took its turns in the
-same run, with its images on the GPU from the start. "Times as fast as pfl-research" is the time of its
-fastest row in the same precision, divided by the row's own time. "Lanes" are clients side by side, each in a
-stream of its own; without the word, all clients of a step go through one pass (docs/fedavg.md). Commits
-before 721b51a have lanes alone.
+bytes, since their content does not affect the time. Where pfl-research was measured, it took turns with
+ours in the same run, with its images on the GPU from the start. "Times as fast as pfl-research" is the
+time of its fastest row in the same precision, divided by the row's own time. "Lanes" are clients side by
+side, each in its own stream; without that word, all clients take a step in one pass ([how it
+runs](fedavg.md#how-it-runs)). Commits before 721b51a only have lanes.
 """
 PFL, TEN = "pfl-research", "ten rounds of distributed SGD"
 FEDAVG_PARTS = {  # part -> what it is, whether pfl-research takes part
@@ -110,12 +113,13 @@ MISSING = f" {NOT_MEASURED}.\n"
 ACCURACY = """
 ## Every scheme under FedAvg
 
-These are accuracies on the test images after the last round, not times. `python benchmarks/schemes.py` trains
-the paper's network with every scheme at each learning rate of a small grid. The table gives each scheme's
-highest accuracy and the learning rate that reached it, so the rate is picked on the test images, for all
-schemes alike. Where clients keep a part of the model to themselves, "own models" is the mean over clients in
-the same runs: each client with its own model, on test images with its own proportions of classes. With gamma
-0 and 10 clients, each client holds one class, and its own model is tested on that class alone.
+These are accuracies on the test images after the last round, not times. `python benchmarks/schemes.py`
+trains the paper's network with every scheme at each learning rate of a small grid. The table gives each
+scheme's highest accuracy and the learning rate that reached it, so the rate is picked on the test
+images, for all schemes alike. Where clients keep a part of the model to themselves, "own models" is the
+mean over clients in the same runs: each client with its own model, on test images with its own
+proportions of classes. With gamma 0 and 10 clients, each client holds one class, and its own model is
+tested on that class alone.
 
 ![Test accuracy of every scheme at each learning rate](images/schemes.svg)
 """
@@ -125,16 +129,17 @@ EXACTNESS = """
 
 The simulator (folded, compiled, on a GPU replayed as CUDA graphs) against one client after another with
 torch's own BatchNorm, in float64: the largest difference of any weight or statistic after all rounds,
-relative to the largest value of its tensor. `python benchmarks/exactness.py` measures it on your machine.
+relative to the largest value of its tensor. `python benchmarks/exactness.py` measures it on your
+machine.
 """
 
 RULES = """
 ## Robust rules
 
-Each rule over straightforward numpy that goes client by client: below 1 ours is faster. Checks of what was
-sent are part of ours, and show in the smallest sizes and the plain mean. f is the largest that n allows.
-Beyond its result, nearest-neighbor mixing takes the memory of a matrix (n, n) and a block of columns.
-`python benchmarks/rules.py` measures it on your machine.
+Time of each rule relative to straightforward numpy that goes client by client: below 1, ours is faster.
+Ours includes the checks of what was sent, which shows for the smallest sizes and for the plain mean. f
+is the largest that n allows. Nearest-neighbor mixing needs memory for an (n, n) matrix and a block of
+columns besides its result. `python benchmarks/rules.py` measures it on your machine.
 """
 
 

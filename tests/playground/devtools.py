@@ -26,6 +26,9 @@ class Tab:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
+        # A site keeps the colors that it was last shown in; every page here starts without them.
+        forget = "try { localStorage.clear() } catch {}"
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and wait for its answer."""
@@ -51,7 +54,6 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.value("try { localStorage.clear() } catch {}")  # a site keeps the colors chosen before
         self.console.clear()
         self.asked.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())

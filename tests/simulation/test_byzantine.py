@@ -254,7 +254,7 @@ def test_a_diverged_training_keeps_its_statistics():
         ({"byzantine": 3, "attack": "sff"}, "attack 'sff' is not known: it is one of sf, foe"),
         ({"byzantine": 3, "attack": "sf", "targets": "weights"}, "targets is 'weights'"),
         ({"defense": "nnm+mode"}, "defense 'nnm\\+mode' is not known"),
-        ({"defense": "median", "scheme": "centralized"}, "has no clients that could lie"),
+        ({"defense": "median", "scheme": "centralized"}, "has no clients that could be Byzantine"),
         ({"byzantine": 1, "attack": "sf", "targets": "all", "weighting": "size"}, "weighting is 'size'"),
     ],
 )

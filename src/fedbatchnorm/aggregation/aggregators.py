@@ -1,7 +1,8 @@
 """What a server makes of n clients' vectors: (n, d) -> (d,), robust against f of them.
 
 One table, `AGGREGATORS`; every function takes (rows, f), keeps the rows' type and device, leaves them as
-they are, and refuses 2f >= n. A value that is not a number counts as +infinity: a liar may send anything.
+they are, and refuses 2f >= n. A value that is not a number counts as +infinity: a Byzantine client may send
+anything.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _BLOCK, _LARGE_BLOCK = 2**17, 2**23  # values
 
 
 def mean(rows: Tensor, f: int = 0) -> Tensor:
-    """The plain mean, which withstands nobody: it refuses rows that are not finite.
+    """The plain mean, which withstands no Byzantine clients: it refuses rows that are not finite.
 
     Example:
         >>> mean(torch.tensor([[0.0, 2.0], [4.0, 6.0]]))
@@ -112,7 +113,7 @@ def centred_clipping(
 
     Args:
         rows: (n, d).
-        f: how many may lie.
+        f: how many may be Byzantine.
         center: (d,), where to start: 0 if not given; the last round's result is a good one.
         radius: the longest difference that counts in full.
         steps: how often.
@@ -164,7 +165,7 @@ def usable(rows: Tensor, f: int) -> Tensor:
     bad = len(rows) - int(good.sum())
     if bad > f:
         raise ValueError(
-            f"{bad} of {len(rows)} rows are not finite, and only f = {f} clients are expected to lie"
+            f"{bad} of {len(rows)} rows are not finite, and only f = {f} clients are expected to be Byzantine"
         )
     return good
 
@@ -207,9 +208,9 @@ def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
 def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
     """Squared Euclidean distances, (n, n): infinite from and to a row that is not finite.
 
-    By matrix products, block by block, so that it takes no memory to speak of. Rows are taken about one of
+    By matrix products, block by block, so that it takes little memory. Rows are taken about one of
     them: first the one of median length, then, where that lies far from most others for how close these are
-    to each other, about the one in the midst of them. So no liar takes the digits away from the distances
+    to each other, about one close to those. So no Byzantine client can spoil the precision of the distances
     among the others. `good` says which rows are finite, where that is known.
     """
     n, good = len(rows), finite(rows) if good is None else good

@@ -1,4 +1,4 @@
-"""What lying clients send: one vector made from the honest ones, (h, d) -> (d,), the same for every liar.
+"""What Byzantine clients send: one vector made from the honest ones, (h, d) -> (d,), the same for each.
 
 One table, `ATTACKS`. With h the honest mean and s the honest standard deviation of each coordinate. Attacks
 know everything that the honest clients send; the optimized ones also know the server's rule.
@@ -75,7 +75,7 @@ def optimized(
     Args:
         attack: (honest, tau) -> vector.
         honest: (h, d).
-        f: how many liars send the vector.
+        f: how many Byzantine clients send the vector.
         defense: the server's rule on all h + f rows.
         evaluations: how often the rule is tried out.
     """

@@ -15,7 +15,7 @@ _WITH_RADIUS = {"clipping": clipping, "centred_clipping": centred_clipping}
 
 @dataclass(frozen=True)
 class Defense:
-    """A rule (n, d) -> (d,) against f liars; see `defense`."""
+    """A rule (n, d) -> (d,) against f Byzantine clients; see `defense`."""
 
     name: str
     f: int
@@ -32,7 +32,7 @@ class Defense:
         return rows
 
     def against(self, f: int) -> "Defense":
-        """The same rule against another number of liars."""
+        """The same rule against another number of Byzantine clients."""
         return replace(self, f=f)
 
     def needs_host(self) -> bool:
@@ -61,7 +61,7 @@ class Defense:
 
 @dataclass(frozen=True)
 class OwnDefense:
-    """A rule of the user's own, (rows (n, d), f) -> (d,), against f liars."""
+    """A rule of the user's own, (rows (n, d), f) -> (d,), against f Byzantine clients."""
 
     rule: Rule
     f: int
@@ -76,7 +76,7 @@ class OwnDefense:
         return row.to(rows.dtype)
 
     def against(self, f: int) -> "OwnDefense":
-        """The same rule against another number of liars."""
+        """The same rule against another number of Byzantine clients."""
         return replace(self, f=f)
 
     def needs_host(self) -> bool:
@@ -85,12 +85,12 @@ class OwnDefense:
 
 
 def defense(name: str | Rule, f: int) -> Defense | OwnDefense:
-    """The rule (n, d) -> (d,) of this name, against f liars; it goes into `merge(aggregator=...)`.
+    """The rule (n, d) -> (d,) of this name, against f Byzantine clients; for `merge(aggregator=...)`.
 
     Args:
         name: an aggregator, after any number of mixing steps: `median`, `nnm+trimmed_mean`, `arc+nnm+krum`;
             or a function of your own, (rows (n, d), f) -> (d,).
-        f: how many clients may lie; an error when it is applied to 2f clients or fewer.
+        f: how many clients may be Byzantine; an error when it is applied to 2f clients or fewer.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ def nearest_neighbors(rows: Tensor, f: int) -> Tensor:
     """Each row becomes the mean of the n - f rows nearest to it, itself included (Allouah et al., 2023).
 
     A matrix of weights (n, n) times the rows, block by block: beyond its result it needs no more memory than
-    that matrix and a block. A row that is not finite is nobody's neighbor, and becomes
+    that matrix and a block. A row that is not finite is no neighbor of any other, and becomes
     the mean of the others; more than f of them are an error.
 
     Example:

@@ -1,4 +1,4 @@
-"""The server's step where clients may lie: every number that they send goes through a robust rule."""
+"""The server's step where clients may be Byzantine: all that they send goes through a robust rule."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -80,9 +80,10 @@ def merge(
         population: how many clients there are, n, where those of a round are drawn from more. The variance
             between M of n clients is too small by (M - 1)/M n/(n - 1) in expectation, and is corrected
             for that, also for unequal counts: see `cohort_factor`. None, or n = M, is no correction.
-        aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f liars takes who
-            is left out by a verdict for one of them (not who has merely seen nothing), and needs more than
-            twice as many clients as it still expects to lie; with fewer the statistics stay as they were.
+        aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f Byzantine clients
+            counts those left out by a verdict among them (not those that have merely seen nothing). It needs
+            more than twice as many clients as it still expects to be Byzantine; with fewer the statistics stay
+            as they were.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
         nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
@@ -104,7 +105,7 @@ def merge(
     check_population(population, len(clients))
     verdicts, rows = read_all(shared, clients, max_count, nonnegative, checks)
     used = [client for client, verdict in verdicts.items() if verdict.used]
-    caught = [v for v in verdicts.values() if not v.used and v.reason != "empty"]  # seeing nothing is no lie
+    caught = [v for v in verdicts.values() if not v.used and v.reason != "empty"]  # no fault
     with torch.no_grad():
         table = Table.of(shared, rows)
         seen = dict(zip(used, (int(math.fsum(row)) for row in table.counts.tolist()), strict=True))
@@ -170,7 +171,7 @@ def _momenta(
 def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregator | None, int]:
     """The rule for clients that got past the verdicts, and how many of them it needs.
 
-    Who was caught is one of the f liars that a `defense` expects, and so the rest hold that many fewer.
+    A client that was caught is one of the f that a `defense` expects: it then expects that many fewer.
     """
     if not isinstance(aggregator, Defense | OwnDefense):
         return aggregator, 1

@@ -74,7 +74,7 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
 
 
 def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
-    """Take what the model has seen since the last collect, and start anew.
+    """Take what the model has seen since the last collect, and start over.
 
     A warning names layers whose running statistics are no longer those that were loaded, as when a module
     calls `F.batch_norm` with a layer's buffers instead of the layer: what it normalized was not measured.

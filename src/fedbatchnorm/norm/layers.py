@@ -343,7 +343,7 @@ def layer_problem(layer: _BatchNorm) -> str | None:
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return "track_running_stats is False, so there are no statistics to share; build it with True"
     if layer.num_batches_tracked is None:
-        return "num_batches_tracked is None, so the server's counter has no place; build it anew"
+        return "num_batches_tracked is None, so the server's counter cannot be stored; build the layer again"
     return settings_problem(layer.momentum, layer.eps)
 
 

@@ -142,7 +142,7 @@ def with_constants(
     # The kernel does not fuse with its neighbors, and mapped over clients it takes one type alone.
     plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
     plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
-    # A share in a tensor is not asked for its value: nobody waits for the device, and graphs stay whole.
+    # A share in a tensor is not asked for its value: nothing waits for the device, and graphs stay whole.
     held = (isinstance(gradient, Tensor) or gradient != 0) and x.numel() > 0
     watched = x.requires_grad or in_transform() or torch.compiler.is_compiling()
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated

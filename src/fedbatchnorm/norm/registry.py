@@ -22,7 +22,7 @@ def register(kind: type[_BatchNorm] | str, after: After | None = None) -> None:
     In training a converted layer is then y = after(layer, normalized x); in evaluation the class's own
     forward runs as it is. Subclasses that leave forward alone need nothing more. A class whose forward calls
     `super().forward` exactly once, whatever happens, need not be registered. Register before you convert, or
-    load what was pickled, in every process. Registering anew changes what is converted from then on.
+    load what was pickled, in every process. Registering again changes what is converted from then on.
 
     Args:
         kind: the class, or its module and name as a string, so that nothing is imported.

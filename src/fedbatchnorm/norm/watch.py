@@ -1,6 +1,6 @@
 """Whether running statistics changed behind a layer's back: what they were when they were given to it.
 
-Values are compared, for `F.batch_norm` does not raise the version of the buffers that it writes to.
+Values are compared, because `F.batch_norm` does not raise the version of the buffers that it writes to.
 """
 
 import warnings

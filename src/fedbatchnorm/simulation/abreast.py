@@ -85,7 +85,7 @@ class Abreast:
     def _copy(self, rows: Rows, start: int, back: bool) -> None:
         """Clients of the round from `start` on: into the pass, or back.
 
-        The last pass may have places left over; what is there trains along, and nobody looks at it.
+        The last pass may have places left over; what is there is trained, too, and ignored.
         """
         if self.rows is rows:
             return

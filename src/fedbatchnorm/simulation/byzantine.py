@@ -1,8 +1,8 @@
-"""Clients that lie, and a server that expects it: what is sent in a round, and what comes of it.
+"""Byzantine clients, and a server that expects them: what is sent in a round, and what becomes of it.
 
-The liars hold no data. They know what the honest clients send, and all send the same. They lie about rows of
-running means, running variances and gradients, as the server forms them, past its verdicts: so that what is
-measured is the aggregator alone.
+Byzantine clients hold no data. They know what the honest clients send, and all send the same. They replace
+their rows of running means, running variances and gradients, as the server forms them, after its verdicts: so
+that only the aggregator is measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Rule = Callable[[Tensor], Tensor]
 
 
 def server_rule(recipe: Recipe) -> Rule:
-    """What the server does with n rows: (n, d) -> (d,). Undefended, it takes the mean of whatever comes."""
+    """What the server does with n rows: (n, d) -> (d,). Without a defense it takes the mean."""
     if recipe.defense == "none":
         return lambda rows: rows.mean(0)
     return recipe.the_defense(recipe.shares_of_cohort()[1])
@@ -36,13 +36,13 @@ def needs_host(recipe: Recipe) -> str | None:
 
 
 def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) -> Tensor:
-    """The honest rows (h, d) and those of the liars below them, (n, d).
+    """The honest rows (h, d) and those of the Byzantine clients below them, (n, d).
 
-    Where a liar does not lie it sends the honest mean.
+    What is not attacked is the honest mean.
 
     Args:
         honest: (h, d).
-        recipe: how many lie, how, and about what.
+        recipe: how many clients are Byzantine, and how they attack what.
         what: means, variances or gradients.
         rule: the server's, which some attacks know.
         step: the round.
@@ -71,7 +71,7 @@ def share_robustly(
     Args:
         phase: how the scheme merges rows.
         layers: layer name -> statistics before the round, and the honest clients' moments (h, c).
-        recipe: clients, liars, attack, defense.
+        recipe: clients, Byzantine clients, attack, defense.
         step: the round.
     """
     running = [r for r, _ in layers.values()]

@@ -120,7 +120,7 @@ class Machine:
 
     @property
     def insists(self) -> bool:
-        """Whether somebody has said that clients go through one pass."""
+        """Whether the caller has asked for one pass for all clients."""
         return self._abreast is True
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -132,7 +132,7 @@ class Machine:
         return self.call(model_inputs, data, x, self.compiles and x.dim() == 4)
 
     def upload(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-        """An array on the way to the device, in a type that it has, which nobody waits for."""
+        """An array on the way to the device, in a type that it has, without waiting for it."""
         tensor = torch.from_numpy(values).to(dtype)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

@@ -301,7 +301,7 @@ class FedAvg:
             kept = rows.weights[:, self.places]
             self.own_weights[clients] = kept
             own = shares @ kept
-            rows.weights[:, self.places] = self.weights[self.places]  # nobody sends these
+            rows.weights[:, self.places] = self.weights[self.places]  # these are never sent
         updates = rows.weights.sub_(self.weights)
         if "gradients" in self.recipe.targets_struck():
             update = robust_update_of(updates, self.recipe, step)

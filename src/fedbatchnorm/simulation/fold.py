@@ -65,7 +65,7 @@ class FoldedNorm(_BatchNorm):
         return y
 
     def running(self) -> Running:
-        """The shared statistics. Their momentum is a number, so nobody asks how often they were updated."""
+        """The shared statistics. Their momentum is a number, so the count of updates is not needed."""
         assert self.running_mean is not None
         assert self.running_var is not None
         return Running(self.running_mean, self.running_var, 0, self.momentum, self.eps)

@@ -99,7 +99,7 @@ def take_over_neighbors(graph: fx.Graph) -> int:
 
 
 def _may_go(graph: fx.Graph, relu: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` may read the input of the ReLU before it: nobody else sees the ReLU, or changes that."""
+    """Whether `node` may read the input of the ReLU before it: nothing else uses or changes these."""
     inner = relu.all_input_nodes[0]
     unseen = inner.target in (_CONVOLUTION | _OF_CLIENTS | _LINEAR) and len(inner.users) == 1
     return (unseen or not _in_place(relu)) and not _changes(graph, relu, node)
@@ -179,7 +179,7 @@ def _product_of_patches(
     channels, inside, height, width = weight.shape[-4:]
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     patches = x.unfold(2, height, stride[0]).unfold(3, width, stride[1]).permute(0, 2, 3, 4, 5, 1)
-    filling = (0, -(inside * height * width) % 8)  # rows that memory likes
+    filling = (0, -(inside * height * width) % 8)  # rows of a multiple of 8 values are aligned in memory
     turned = F.pad(weight.movedim(-3, -1).flatten(-3), filling).mT
     if weight.dim() == 4:
         y = F.pad(patches.flatten(3).flatten(0, 2), filling) @ turned

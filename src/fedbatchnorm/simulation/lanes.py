@@ -30,8 +30,8 @@ class Rows(NamedTuple):
     """What the clients of a round are sent, and what comes back: a row each.
 
     weights: (M, d).
-    sent: (M, d), the weights as they were sent, or (0, d) where nobody asks.
-    state: (M, buffers, d) of the optimizer, or (0, ...) where it starts anew.
+    sent: (M, d), the weights as they were sent, or (0, d) where they are not needed.
+    state: (M, buffers, d) of the optimizer, or (0, ...) where it is reset in each round.
     taken: (M,) steps that the state has seen.
     statistics: (M, 2, C), mean and variance of all layers: running ones, or of what was seen.
     counts: (M, C), how many values were seen.

@@ -139,7 +139,7 @@ MODELS: dict[str, Factory] = {
 
 
 def build(name: str | Factory, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A fresh model; the same seed gives the same weights, and nobody's random state is touched.
+    """A fresh model; the same seed gives the same weights, and no global random state is touched.
 
     Args:
         name: a name in `MODELS`; or a factory of the user's own, itself or as `package.module:function`,

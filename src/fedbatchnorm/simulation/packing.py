@@ -14,7 +14,7 @@ class Packing:
     """Where each parameter that is trained, and each layer's statistics, lie in flat vectors.
 
     For a GPU weights of convolutions lie channels_last, and every parameter starts, and the vector ends, at a
-    multiple of 16. What lies between them is zero and belongs to nobody.
+    multiple of 16. The numbers between them are zero padding.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, FoldedNorm], for_gpu: bool):

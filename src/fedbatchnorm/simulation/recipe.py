@@ -104,11 +104,11 @@ class Recipe:
     seed: Annotated[int, Must("a whole number from 0 on", ge=0)] = 0
     """Of everything that is drawn: weights, partition, cohorts, batches, dropout."""
     byzantine: Annotated[int, Must("at least 0", ge=0)] = 0
-    """How many of the clients lie, f. They hold no data."""
+    """How many clients are Byzantine, f. They hold no data."""
     attack: str | Attack = "none"
     """What they send: see `fedbatchnorm list`; foe:10 and alie:3 give the factor."""
     targets: str = "usual"
-    """What they lie about: means, variances, gradients (under fedavg their whole update), joined by +, or
+    """What they attack: means, variances, gradients (under fedavg their whole update), joined by +, or
     all; the attack's usual if not given. Gradients under attack go through the defense, too."""
     defense: str | Rule = "none"
     """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
@@ -121,7 +121,7 @@ class Recipe:
     """fedavg: passes of a client over its data in a round, the last, shorter batch included; 1 if
     neither is given."""
     cohort: _Count | None = None
-    """fedavg: how many clients take part in a round, drawn anew each time; all of them if not given."""
+    """fedavg: how many clients take part in a round, drawn again each time; all of them if not given."""
     optimizer: Optimizer = "sgd"
     """fedavg: what clients train with; adam has the usual settings (0.9, 0.999, 1e-8) and no use for
     --momentum."""
@@ -129,7 +129,7 @@ class Recipe:
     """ordinary: v <- momentum v + gradient, as in torch. dampened: v <- momentum v + (1 - momentum)
     gradient, as in the paper. dampened for dsgd, ordinary for fedavg if not given."""
     local_state: Literal["reset", "keep"] | None = None
-    """Whether a client's momentum (or Adam's moments) starts anew in each of its rounds or is kept from one
+    """Whether a client's momentum (or Adam's moments) is reset in each of its rounds or is kept from one
     to the next; keep for dsgd, reset for fedavg if not given."""
     clip: Annotated[float | None, Must("positive, or nothing for no clipping", gt=0, lt=math.inf)] = None
     """Largest norm of a client's gradient; a longer one is scaled down to it."""
@@ -189,7 +189,7 @@ class Recipe:
         return attack(self.used("attack"))
 
     def the_defense(self, f: int) -> Defense | OwnDefense:
-        """The server's rule against f liars, where there is one."""
+        """The server's rule against f Byzantine clients, where there is one."""
         return defense(self.used("defense"), f)
 
     def shares_of_cohort(self) -> tuple[int, int]:
@@ -207,11 +207,11 @@ class Recipe:
         return self.clients - self.byzantine
 
     def is_plain(self) -> bool:
-        """Whether nobody lies and the server expects nobody to."""
+        """Whether there are no Byzantine clients and the server expects none."""
         return not self.byzantine and self.defense == "none"
 
     def targets_struck(self) -> tuple[str, ...]:
-        """What the liars lie about: some of means, variances, gradients."""
+        """What the Byzantine clients attack: some of means, variances, gradients."""
         if not self.byzantine:
             return ()
         if self.targets == "usual":
@@ -319,11 +319,12 @@ def _check_adversary(recipe: Recipe, scheme: Scheme) -> None:
         )
     if not recipe.is_plain() and scheme.before.union:
         raise ValueError(
-            f"scheme is {_name(recipe.scheme)!r}, which has no clients that could lie: choose another scheme"
+            f"scheme is {_name(recipe.scheme)!r}, which has no clients that could be Byzantine: "
+            "choose another scheme"
         )
     if not recipe.is_plain() and scheme.before.share is not None and scheme.before.merge_rows is None:
         raise ValueError(
-            f"scheme {_name(recipe.scheme)!r} does not say how it merges rows that clients may lie about: "
+            f"scheme {_name(recipe.scheme)!r} does not say how it merges rows that may be attacked: "
             "give its phase merge_rows"
         )
     struck = recipe.targets_struck()
@@ -333,7 +334,7 @@ def _check_adversary(recipe: Recipe, scheme: Scheme) -> None:
         raise ValueError(f"weighting is 'size', but robust {rules} weigh all clients the same")
     if struck and "gradients" not in struck and scheme.before.merge_rows is None:
         raise ValueError(
-            f"scheme {_name(recipe.scheme)!r} shares no statistics that anybody could lie about: "
+            f"scheme {_name(recipe.scheme)!r} shares no statistics that could be attacked: "
             "give targets gradients"
         )
 

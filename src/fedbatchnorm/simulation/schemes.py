@@ -51,7 +51,7 @@ class Phase(NamedTuple):
 
     normalize: (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None).
     share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
-    merge_rows: the same from rows that clients may lie about, through the server's rule:
+    merge_rows: the same from rows that may be attacked, through the server's rule:
         (means (n, d), variances (n, d), beta=, total=, aggregator=) -> (mean (d,), variance (d,)).
     pooled: variances are corrected for the number of values of all clients, not of one.
     union: the clients' batches count as one batch.

@@ -108,7 +108,7 @@ class Kept(NamedTuple):
     merge: (mean (C,), var (C,), kept (M, C), shares (M,), beta, total (C,), population) -> the next mean and
         variance.
     rows: the first of these arguments, without the shares -> the rows (M, C) of running means and variances
-        that a robust server forms, which Byzantine clients may lie about.
+        that a robust server forms, which Byzantine clients may attack.
     """
 
     over_steps: Callable[[Moments, Moments, float], Moments]

@@ -89,7 +89,7 @@ def phase_can_be_stacked(phase: Phase, scheme: Scheme) -> bool:
 
 
 def can_be_stacked(federation: Federation, machine: Machine, packing: Packing) -> bool:
-    """Whether clients are to train abreast, and can; where somebody insists, an error says why not."""
+    """Whether clients are to train abreast, and can; if abreast=True was given, an error says why not."""
     scheme = federation.scheme
     phases = [p for p in (scheme.before, scheme.after) if phase_can_be_stacked(p, scheme)]
     if not machine.abreast or not phases:

@@ -1,6 +1,6 @@
 """Files that survive crashes and other processes: one way to write, to lock, and to read.
 
-A file is written under a name that nobody else has, synced, renamed, and its folder synced: a crash leaves
+A file is written under a unique name, synced, renamed, and its folder synced: a crash leaves
 the old content or the new one. Symbolic links are not followed where something is written.
 """
 
@@ -43,7 +43,7 @@ class Lock(NamedTuple):
     number: int
 
     def holds(self) -> bool:
-        """Whether the path still leads to the file that is locked: it may have been removed and made anew."""
+        """Whether the path still leads to the file that is locked: it may have been removed and recreated."""
         try:
             there, here = self.path.lstat(), os.fstat(self.number)
         except OSError:
@@ -72,7 +72,7 @@ def locked(path: Path, wait: bool = False, keep: bool = True) -> Iterator[Lock]:
             raise _named(error, path) from None
         if fcntl is None or lock.holds():
             break
-        os.close(lock.number)  # whoever had it has removed it
+        os.close(lock.number)  # the process that had it has removed it
     try:
         yield lock
     finally:

@@ -1,4 +1,4 @@
-"""Values read from JSON that somebody else wrote: parsed, and checked with errors that name the place."""
+"""Values read from JSON from an untrusted source: parsed, and checked with errors that name the place."""
 
 import json
 import math
