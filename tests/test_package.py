@@ -85,6 +85,10 @@ def forbidden_calls(path):
             )
         if isinstance(node, ast.Call):
             call = ast.unparse(node.func)
+            # NVFlare writes models with torch.save: tensors alone are read of them, which executes nothing.
+            tensors_alone = any(ast.unparse(k) == "weights_only=True" for k in node.keywords)
+            if call == "torch.load" and tensors_alone:
+                continue
             if call in {"eval", "exec", "torch.load", "yaml.load", "pickle.loads", "pickle.load"}:
                 yield call
 

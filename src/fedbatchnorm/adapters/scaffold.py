@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-APPS = {"flower-app": "flower_app"}
+APPS = {"flower-app": "flower_app", "nvflare-app": "nvflare_app"}
 
 
 def write_app(kind: str, folder: Path) -> list[Path]:
