@@ -33,7 +33,7 @@ CAMPAIGNS = {
     "merges": (readers.merges, 300, 10_000),
     "kills of runs": (processes.kills, 8, 220),
     "kills of collecting": (processes.killed_collects, 10, 500),
-    "kills of servers": (federations.server_kills, 4, 200),
+    "kills of servers": (federations.server_kills, 4, 60),
     "kills of a federation": (federations.federation_kills, 1, 20),
     "full disks": (processes.full_disks, 5, 150),
     "closed streams": (processes.closed_streams, 12, 400),

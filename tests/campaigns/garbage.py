@@ -39,11 +39,12 @@ def spoiling(honest, seed):
     def answer(message, context):
         node, nodes = (context.node_config[name] for name in ("partition-id", "num-partitions"))
         server_round = message.content["config"]["server-round"]
-        reply = honest(message, context)
-        if node not in at_fault(seed, server_round, nodes):
-            return reply
+        reply, faulty = honest(message, context), at_fault(seed, server_round, nodes)
         rng = random.Random(f"{seed} {server_round} {node}")
-        spoil(reply, rng)
+        if node in faulty:
+            spoil(reply, rng)
+        elif not faulty and "metrics" in reply.content and node == seed % nodes:
+            _odd_loss(reply.content, rng)
         return reply
 
     return app
@@ -112,9 +113,14 @@ def _odd_parameters(content, rng):
 
 
 def _odd_metrics(content, rng):
-    # Of the metrics only this one has a part in the average: an odd loss costs a node nothing but its loss.
     odd = rng.choice([float("nan"), float("inf"), -1, 0, 10**12])
     content["metrics"] = MetricRecord({**content["metrics"], "num-examples": float(odd)})
+
+
+def _odd_loss(content, rng):
+    """What has no part in the average: the reply is used, and costs the node nothing but its loss."""
+    odd = rng.choice([float("nan"), float("inf"), -float("inf")])
+    content["metrics"] = MetricRecord({**content["metrics"], "loss": odd})
 
 
 def _update(content):
