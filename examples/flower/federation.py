@@ -4,7 +4,7 @@
 
 Makes a certificate authority, a server certificate and a key for every node in a temporary folder, starts
 one SuperLink and the SuperNodes as processes of their own, submits the app, shows what its server logs, and
-ends every process that it started, by its id.
+ends every process that it started, by its id. So do Ctrl-C, SIGTERM and SIGHUP, and the folder goes too.
 """
 
 import argparse
@@ -101,6 +101,26 @@ def free_port():
         return s.getsockname()[1]
 
 
+def running():
+    """The processes that run: number -> that of its parent, and when it began; on Linux, which says so."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(folder.name)] = int(fields[1]), fields[19]
+    return found
+
+
+def below(root):
+    """A process and those that it started, directly or not: number -> when it began."""
+    everybody = running()
+    found = [root]
+    for number in found:  # which grows
+        found += [child for child, (parent, _) in everybody.items() if parent == number]
+    return {number: everybody[number][1] for number in found if number in everybody}
+
+
 class Federation:
     """A SuperLink and SuperNodes on loopback, with TLS and node authentication; a context manager.
 
@@ -145,8 +165,7 @@ class Federation:
         return self
 
     def __exit__(self, *error):
-        for process in reversed(self.processes.values()):
-            self._end(process)
+        self._end(*self.processes.values())
 
     def register(self, node):
         """Tell the SuperLink a node's public key."""
@@ -178,14 +197,21 @@ class Federation:
                 [BIN / program, *arguments], env=self.env, stdout=log, stderr=log, start_new_session=True
             )
 
-    def _end(self, process, how=signal.SIGTERM):
-        """End a process and those that it started: they are one session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    def _end(self, *processes, how=signal.SIGTERM):
+        """End processes and all that they started, some of it in sessions of its own; each has some time."""
+        started = {number: since for process in processes for number, since in below(process.pid).items()}
+        for number in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, how)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            started |= below(process.pid)
+        for number, (_, since) in running().items():  # a number may be somebody else's by now
+            if started.get(number) == since:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+        for process in processes:
             process.wait()
 
     def _wait_for(self, port, seconds=60):
@@ -200,7 +226,7 @@ class Federation:
 
     def kill(self, node):
         """End a SuperNode at once, as a crash would."""
-        self._end(self.processes.pop(f"supernode-{node}"), signal.SIGKILL)
+        self._end(self.processes.pop(f"supernode-{node}"), how=signal.SIGKILL)
 
     def log(self, name):
         """What a process has printed so far."""
@@ -253,6 +279,23 @@ class Federation:
         return done.stdout
 
 
+@contextlib.contextmanager
+def ended_by(*signals):
+    """Makes these signals end the script as an error does, so that it cleans up, and once."""
+
+    def stop(number, frame):
+        for again in signals:
+            signal.signal(again, signal.SIG_IGN)
+        sys.exit(f"stopped by {signal.Signals(number).name}: all processes are being ended")
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main():
     """Start a federation, run the app on it, and end everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -262,15 +305,13 @@ def main():
     args = parser.parse_args()
     if not (args.app / "pyproject.toml").is_file():
         parser.error(f"{args.app} is no Flower app: it has no pyproject.toml")
-    with tempfile.TemporaryDirectory() as folder, Federation(args.nodes, folder) as federation:
+    stops = ended_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with stops, tempfile.TemporaryDirectory() as folder, Federation(args.nodes, folder) as federation:
         print(f"{args.nodes} SuperNodes and a SuperLink are running, with TLS and keys", flush=True)
         settings = f"min-nodes={args.nodes} {args.run_config}"
         run = federation.submit(args.app.resolve(), settings)
-        try:
-            subprocess.run([BIN / "flwr", "log", run, "here", "--stream"], env=federation.env, check=False)
-            print(f"run {run}: {federation.wait(run)}")
-        except KeyboardInterrupt:
-            sys.exit("stopped: all processes are being ended")
+        subprocess.run([BIN / "flwr", "log", run, "here", "--stream"], env=federation.env, check=False)
+        print(f"run {run}: {federation.wait(run)}")
 
 
 if __name__ == "__main__":

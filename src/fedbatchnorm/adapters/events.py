@@ -81,7 +81,7 @@ class Teller:
 
     def silent(self, number: int, asked: Collection[Hashable], answered: Collection[Hashable]) -> None:
         """A line for the clients that were asked and did not answer."""
-        missing = [client for client in asked if client not in set(answered)]
+        missing = sorted(set(asked) - set(answered), key=lambda c: (c if isinstance(c, int) else 0, str(c)))
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             names = ", ".join(map(str, missing[:_NAMED])) + more

@@ -23,6 +23,7 @@ from .divergence import DivergedError, NothingTrainedError
 from .events import Event
 from .extras import needs
 from .flower_client import calibrate, load, reply, statistics_mod
+from .flower_numpy import numpy_client_app
 from .flower_records import (
     GRADIENT,
     STATISTICS,
@@ -51,6 +52,7 @@ __all__ = [
     "NothingTrainedError",
     "calibrate",
     "load",
+    "numpy_client_app",
     "reply",
     "statistics_mod",
 ]

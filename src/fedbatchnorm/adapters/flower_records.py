@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections import Counter
@@ -20,6 +21,7 @@ except ImportError as error:
 
 STATISTICS = "statistics"  # the name of the record that statistics travel in, either way
 GRADIENT = "fedbatchnorm"  # and of that with the share of BatchNorm's gradient and the limit
+_LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4}  # version -> bytes of the number that says how long a header is
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -43,17 +45,42 @@ class Views(Mapping[str, np.ndarray]):
         return len(self._record)
 
 
+class Known(Array):
+    """An array that has been looked at before: `numpy` need not read its header again, and copies at once."""
+
+    def numpy(self) -> np.ndarray:
+        """The values, in memory of their own, as whoever asks may write into them."""
+        return view(self).copy(order="K")
+
+
 def view(array: Array) -> np.ndarray:
     """The values of a Flower array where they are, which `Array.numpy` copies; an error if they are odd."""
-    stream = io.BytesIO(array.data)  # which does not copy either
-    read = _HEADERS.get(np.lib.format.read_magic(stream))
-    if array.stype != "numpy.ndarray" or read is None:
+    if array.stype != "numpy.ndarray":
         return array.numpy()
-    shape, by_column, dtype = read(stream)
+    start = _header_ends(array.data)
+    if start is None:
+        return Array.numpy(array)
+    shape, by_column, dtype = _parsed(array.data[:start])
+    values = np.frombuffer(array.data, dtype, math.prod(shape), start)
+    return values.reshape(shape, order="F" if by_column else "C")
+
+
+def _header_ends(data: bytes) -> int | None:
+    """Where the values begin in what `np.save` wrote; None for versions of it that nobody writes."""
+    if data[:6] != b"\x93NUMPY" or data[6:8] not in _LENGTHS:
+        return None
+    size = _LENGTHS[data[6:8]]
+    return 8 + size + int.from_bytes(data[8 : 8 + size], "little")
+
+
+@functools.lru_cache(4096)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is stored by column, and type; the same few headers come in every reply."""
+    stream = io.BytesIO(header)
+    shape, by_column, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
     if dtype.hasobject:
         raise ValueError("an array of objects")
-    values = np.frombuffer(array.data, dtype, math.prod(shape), stream.tell())
-    return values.reshape(shape, order="F" if by_column else "C")
+    return shape, by_column, dtype
 
 
 def record_of(arrays: Mapping[str, np.ndarray], known: Mapping[str, Array] | None = None) -> ArrayRecord:
@@ -88,8 +115,9 @@ def contents_of(
         metrics = MetricRecord(taken.metrics[message.metadata.src_node_id])
     content = RecordDict({of_metrics: metrics})
     for record in _parameter_records(message.content).values() if name else ():
-        in_order = list(record) == list(like)
-        content[name] = record if in_order else ArrayRecord({key: record[key] for key in like})
+        content[name] = known = ArrayRecord()  # which, made of a dict, would make its arrays anew
+        for key in like:
+            known[key] = _known(record[key])
     return content
 
 
@@ -125,6 +153,12 @@ def _reply(message: Message, usual: tuple[str, str], trains: bool) -> Reply:
         None if statistics is None else Views(statistics),
         problem=problem,
     )
+
+
+def _known(array: Array) -> Array:
+    known = Known.__new__(Known)
+    vars(known).update(vars(array))
+    return known
 
 
 def _parameter_records(content: RecordDict) -> dict[str, ArrayRecord]:

@@ -182,10 +182,11 @@ def _check_parameters(found: Mapping[str, Any] | None, sent: Mapping[str, np.nda
         _expect(name in sent, "schema", f"parameter {name[:200]} was not sent, and is not averaged")
     for name, like in sent.items():
         value = as_numpy(found[name], f"parameter {name}")
-        wanted = f"{tuple(like.shape)} of {like.dtype}"
-        form = f"{tuple(value.shape)} of {value.dtype}"
-        _expect(form == wanted, "schema", f"parameter {name} is {form}, expected {wanted}")
-        _expect(is_finite(value), "non_finite", f"parameter {name} is not finite")
+        if value.shape != like.shape or value.dtype != like.dtype:
+            detail = f"{value.shape} of {value.dtype}, expected {like.shape} of {like.dtype}"
+            raise _LeftOutError("schema", f"parameter {name} is {detail}")
+        if not is_finite(value):
+            raise _LeftOutError("non_finite", f"parameter {name} is not finite")
 
 
 def _form(reply: Reply) -> frozenset[tuple[str, int | None]]:

@@ -311,6 +311,8 @@ class Session:
         if number > self._began_at and self._tried and not self._changed:
             self._save(self.arrays, self._began_at)  # who starts again starts there
             why = f" The first that was wrong: {self.tell.first}" if self.tell.first else ""
+            if "Missing key(s) in state_dict" in why:
+                why += " Statistics travel apart from the parameters: let clients call load"
             raise NothingTrainedError(
                 f"nothing was trained: in {number - self._began_at} rounds no model came back.{why}"
             )

@@ -179,7 +179,8 @@ def _digits(data_dir: Path | None, progress: bool) -> Dataset:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ImportError(
-            "the digits come with scikit-learn: pip install 'fedbatchnorm[experiments]'"
+            "the digits come with scikit-learn: pip install 'PATH[experiments]', where PATH is the folder of "
+            "fedbatchnorm's source"
         ) from None
     images, labels = (np.asarray(a) for a in load_digits(return_X_y=True))
     x = torch.from_numpy(images.astype(np.uint8)).view(-1, 1, 8, 8)

@@ -43,7 +43,7 @@ def downloads(
     try:
         import pooch
     except ImportError:
-        why = "pooch is not installed (pip install 'fedbatchnorm[experiments]')"
+        why = "pooch is not installed (pip install pooch)"
         raise DataError(by_hand(why)) from None
     pooch.get_logger().setLevel("ERROR")
     try:

@@ -36,11 +36,12 @@ def batches_of(config, client, clients, server_round, epochs):
     rng = stream(config["seed"], "batches", server_round, client)
     for _ in range(epochs):
         for index in part[torch.from_numpy(rng.permutation(len(part)))].split(config["batch"]):
-            yield data.inputs(data.train.x[index]), data.train.y[index]
+            if len(index):  # without data there is one empty piece
+                yield data.inputs(data.train.x[index]), data.train.y[index]
 
 
 def train_locally(model, batches, config):
-    """SGD with momentum over the batches; returns the mean loss, the examples and the steps."""
+    """SGD with momentum over the batches; returns the mean loss, the examples and the optimizer's steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
     model.train()
     total, examples, steps = 0.0, 0, 0
@@ -50,7 +51,7 @@ def train_locally(model, batches, config):
         loss.backward()
         optimizer.step()
         total, examples, steps = total + loss.item() * len(y), examples + len(y), steps + 1
-    return total / examples, examples, steps
+    return total / max(1, examples), examples, steps  # a client may have no data
 
 
 @torch.no_grad()

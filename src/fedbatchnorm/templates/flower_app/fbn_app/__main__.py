@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flwr.app import Context, RecordDict
 
-from fedbatchnorm.adapters.flower import DivergedError
+from fedbatchnorm.adapters.flower import DivergedError, NothingTrainedError
 from fedbatchnorm.adapters.local import LocalGrid
 
 from . import client_app, server_app
@@ -35,5 +35,5 @@ if __name__ == "__main__":
     here = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
     try:
         server_app.app(LocalGrid(client_app.app, CLIENTS, config), here)
-    except DivergedError as error:
+    except (DivergedError, NothingTrainedError) as error:
         sys.exit(str(error))

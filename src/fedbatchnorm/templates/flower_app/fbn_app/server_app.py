@@ -1,6 +1,7 @@
 """The server: any strategy for the parameters, federated BatchNorm for the statistics."""
 
 import json
+import time
 from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -16,11 +17,26 @@ from .task import accuracy, load_data, new_model
 app = ServerApp()
 
 
+def wait_for(grid, nodes, seconds):
+    """Until so many nodes are connected; an error if they do not come. Data are split over all that do."""
+    until = time.monotonic() + seconds
+    while (found := len(list(grid.get_node_ids()))) < nodes:
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{found} nodes are connected, and min-nodes is {nodes}: with fewer it would be another "
+                "experiment. In Flower's simulation, flwr run . --stream --federation-config "
+                f"'num-supernodes={nodes}'; in a federation, start more SuperNodes, wait longer with wait=, "
+                f"or --run-config 'min-nodes={max(found, 1)}'"
+            )
+        time.sleep(1)
+
+
 @app.main()
 def main(grid, context):
     """All rounds, and the result into files if the configuration names one."""
     config = context.run_config
     nodes = config["min-nodes"]
+    wait_for(grid, nodes, config["wait"])
     strategy = FedAvg(
         fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes, min_evaluate_nodes=0
     )
