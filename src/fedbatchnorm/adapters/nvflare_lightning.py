@@ -19,7 +19,7 @@ from .nvflare_client import KEY, load, packed, wants_calibration
 try:
     import nvflare.client.lightning as flare
     from nvflare.client.api import receive
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer  # pyrefly: ignore
 except ImportError as error:
     raise needs("NVFlare and Lightning (pip install lightning)", "nvflare", error) from error
 
