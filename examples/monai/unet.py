@@ -4,9 +4,9 @@
     python examples/monai/unet.py --json results/monai/unet.json   # and the results into a file
 
 Every site has volumes of its own: tissue with bright blobs to be found. What a scanner makes of them differs
-by site, in gain and offset, and nothing normalizes it. Plain BatchNorm, whose running statistics are averaged,
-is compared with federated BatchNorm: the same volumes, weights, batches and learning rate. MONAI comes with
-the extra `zoo`.
+by site, in gain and offset, and nothing normalizes it. Plain BatchNorm, with averaged running statistics, is
+compared with federated BatchNorm: the same volumes, weights, batches and learning rate. MONAI is in the
+extra `zoo`.
 """
 
 import argparse
