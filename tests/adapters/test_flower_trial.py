@@ -272,3 +272,28 @@ def test_the_page_s_callbacks_draw_rounds_and_name_who_was_left_out():
         said = [args for name, args, named in recorder.calls if name in ("add_text", "set_tag", "alert")]
         alerts = [named for name, _, named in recorder.calls if name == "alert"]
         assert "count_out_of_range" in str(said) + str(alerts), name
+
+
+def test_library_and_example_ask_for_the_same_versions_of_flower():
+    import tomllib
+
+    root = HERE.parents[1]
+    ours, app = (
+        tomllib.loads((root / file).read_text())["project"]
+        for file in ("pyproject.toml", "examples/flower/app/pyproject.toml")
+    )
+    [wanted] = ours["optional-dependencies"]["flower"]
+    [simulated] = app["optional-dependencies"]["simulation"]
+    assert simulated.replace("[simulation]", "") == wanted == "flwr>=1.41,<1.43"
+
+
+def test_how_to_install_is_said_everywhere_in_the_same_way():
+    """No package index has fedbatchnorm yet: nobody is told to ask one for it."""
+    root = HERE.parents[1]
+    files = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")]
+    files += [f for f in (root / "src").rglob("templates/**/*") if f.suffix in (".md", ".in", ".toml")]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"pip install '?fedbatchnorm", text), file
+        for place in re.findall(r"pip install '([^'\n]*\[(?:flower|experiments|nvflare|zoo)[^'\n]*)'", text):
+            assert place.startswith(("PATH[", ".[", "flwr[")), (file, place)

@@ -40,8 +40,7 @@ class LocalGrid(Grid):
             run_config: what the client app finds in its context.
         """
         self._app, self._numbers = app, itertools.count(1)
-        if TaskIdentity._run_id is None:  # as nobody has started this process as a server
-            TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+        _be_somebody()
         self._contexts = {
             i + 1: Context(
                 run_id=1,
@@ -82,7 +81,6 @@ class LocalGrid(Grid):
         ids = []
         for message in messages:
             number = str(next(self._numbers))
-            message.metadata.__dict__["_message_id"] = number
             received = copy.deepcopy(message)  # what a node does to it stays with the node
             try:
                 self._replies[number] = self._app(received, self._contexts[message.metadata.dst_node_id])
@@ -100,3 +98,12 @@ class LocalGrid(Grid):
     ) -> Iterable[Message]:
         """Send, and return the answers."""
         return self.pull_messages(self.push_messages(messages))
+
+
+def _be_somebody() -> None:
+    """Flower's messages say who sends them. Where nobody has started this process as a server, it is node 1;
+    Flower has no public way to say so."""
+    try:
+        TaskIdentity.run_id  # noqa: B018
+    except RuntimeError:
+        TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
