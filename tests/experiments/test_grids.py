@@ -45,15 +45,17 @@ WRONG = {
     "empty": ({"seed": []}, "seed is an empty list"),
     "one of them": ({"scheme": ["fbn", "fbm"]}, "scheme is 'fbm'; it must be one of"),
     "nameless": ({"dataset": (torch.zeros(4, 2), torch.zeros(4))}, "give experiments.dataset(name, (x, y))"),
-    "gradient": ({"scheme": "groupnorm", "gradient": 0.5}, "gradient is given, but scheme groupnorm does not use it"),
-    "groups": ({"scheme": ["fbn", "naive"], "groups": 4}, "schemes fbn, naive do not use it; of the package's schemes "
-               "groupnorm would"),
+    "gradient": ({"scheme": "groupnorm", "gradient": 0.5}, "but scheme groupnorm does not use it"),
+    "groups": (
+        {"scheme": ["fbn", "naive"], "groups": 4},
+        "schemes fbn, naive do not use it; of the package's schemes groupnorm would",
+    ),
     "alpha": ({"alpha": 0.1}, "alpha is given, but partition is gamma, which makes no use of it"),
     "gamma": ({"gamma": [0.1, 1], "partition": "iid"}, "partition is iid"),
     "decay": ({"decay": 0.9}, "schedule is step, which makes no use of it; it is for schedule exponential"),
     "targets": ({"targets": "means"}, "it is for byzantine above 0"),
     "momentum": ({"algorithm": "fedavg", "optimizer": "adam", "momentum": 0.5}, "optimizer is adam"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)
