@@ -55,7 +55,7 @@ WRONG = {
     "decay": ({"decay": 0.9}, "schedule is step, which makes no use of it; it is for schedule exponential"),
     "targets": ({"targets": "means"}, "it is for byzantine above 0"),
     "momentum": ({"algorithm": "fedavg", "optimizer": "adam", "momentum": 0.5}, "optimizer is adam"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)

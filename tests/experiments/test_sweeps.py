@@ -151,8 +151,8 @@ def test_processes_share_a_folder(tmp_path):
         "    def begin(self, config, step):\n"
         "        self.begun += 1\n"
         "count = Count()\n"
-        "grid = dict(scheme=['fbn', 'naive'], seed=range(4), rounds=60)\n"
-        "found = sweep(**grid, out=sys.argv[1], callbacks=[count])\n"
+        "found = sweep(scheme=['fbn', 'naive'], seed=range(4), rounds=60,\n"
+        "    out=sys.argv[1], callbacks=[count])\n"
         "print(json.dumps([count.begun, [r.name for r in found]]))\n"
     )
     command, environment = [sys.executable, "-c", code, str(tmp_path)], os.environ | {"OMP_NUM_THREADS": "1"}
