@@ -82,8 +82,8 @@ def merge(
             for that, also for unequal counts: see `cohort_factor`. None, or n = M, is no correction.
         aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f Byzantine clients
             counts those left out by a verdict among them (not those that have merely seen nothing). It needs
-            more than twice as many clients as it still expects to be Byzantine; with fewer the statistics stay
-            as they were.
+            more than twice as many clients as it still expects to be Byzantine; with fewer the statistics
+            stay as they were.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
         nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
