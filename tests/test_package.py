@@ -136,6 +136,20 @@ def test_the_version_is_the_same_everywhere():
     assert changes[:2] == ["Unreleased", fbn.__version__]
 
 
+@pytest.mark.parametrize("base", [None, "https://host/owner/name/blob/v1.0"])
+def test_the_readme_of_an_index_page_leads_nowhere_else(base, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from hatch_build import for_index
+
+    readme = (ROOT / "README.md").read_text()
+    text = for_index(readme, base)
+    assert "docs/flower.md" in readme
+    assert text.count("```python") == 1
+    assert not re.findall(r"\]\((?!https?:|#)|src=\"(?!https:)|<source", text)
+    assert ("host/owner/name/blob/v1.0/docs/flower.md)" in text) == bool(base)
+    assert ("https://host/owner/name/raw/v1.0/docs/images/ring.svg" in text) == bool(base)
+
+
 @pytest.mark.slow
 def test_wheel_and_source_distribution_are_whole(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT]
@@ -150,7 +164,19 @@ def test_wheel_and_source_distribution_are_whole(tmp_path):
     assert not [n for n in names if n.startswith(("tests", "docs", "results"))]
     with tarfile.open(sdist) as archive:
         held = {n.partition("/")[2] for n in archive.getnames()}
-    needed = {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "mkdocs.yml"}
+    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    description = metadata.partition("Content-Type: text/markdown\n\n")[2]
+    assert "fbn.merge(shared, updates" in description
+    assert not re.findall(r"\]\((?!https?:|#)|<img|<source", description)
+    needed = {
+        "README.md",
+        "hatch_build.py",
+        "CHANGELOG.md",
+        "LICENSE",
+        "Makefile",
+        "constraints.txt",
+        "mkdocs.yml",
+    }
     assert needed <= held
     assert {"docs/index.md", "tests/conftest.py", "results/training/digits.json"} <= held
     target = tmp_path / "site"
