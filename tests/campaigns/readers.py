@@ -21,7 +21,8 @@ from fedbatchnorm.experiments.config import Run
 from fedbatchnorm.experiments.folder import RunFolder
 from fedbatchnorm.experiments.results import read_result, read_results
 from fedbatchnorm.experiments.runner import Options, Stopped, run_all
-from fedbatchnorm.report.groups import comparisons, final_table, ring_table, rings
+from fedbatchnorm.report.groups import comparisons, rings
+from fedbatchnorm.report.tables import final_table, ring_table
 from fedbatchnorm.simulation.ring import Ring
 from fedbatchnorm.storage.files import DamagedError
 

@@ -1,258 +1,195 @@
-"""What the paper says in words, and what was measured beside it.
+"""Sentences of the paper held against runs: rules that decide, and a verdict for each distinct claim.
 
-A claim is one function and one row of `CLAIMS`. It gets the runs, and returns what was measured and whether
-that agrees by the criterion in its row; None where the runs that it needs are not there.
+A claim has parts: a direction (who is ahead, what grows), and a number where the paper gives one. Each has a
+rule, and the text of the rule is made from the limits that decide. A claim agrees if all parts hold.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
-from safetensors.torch import load_file
+from .entries import Entry, Scale
+from .groups import Group, Level, Line, Rings, level_name
 
-from ..simulation.ring import separability
-from ..simulation.schemes import PAPER, SCHEMES
-from .groups import Comparison, Rings, Siege, ring_distances
+CLOSE = 5  # points: how near a measured accuracy must be to a number of the paper's
+Verdict = Literal["yes", "partly", "no", "yes, as far as compared", "not run"]
+_ROUNDING = 1e-9
+_MANY = 5  # with more places than this the worst stands for all
 
-Measured = tuple[str, bool] | None
-_TITLE = {name: SCHEMES[name].title for name in PAPER}
+
+class Rule(NamedTuple):
+    """A rule in words, and by how much a value keeps it: at least 0 if it holds.
+
+    digits: values are rounded to as many before they are judged, as they are shown.
+    """
+
+    text: str
+    margin: Callable[[float], float]
+    digits: int = 1
+
+
+def at_most(limit: float, what: str, digits: int = 1) -> Rule:
+    """A value must not be above a limit.
+
+    Example:
+        >>> rule = at_most(3, "points apart")
+        >>> rule.text, rule.margin(2.5), rule.margin(3.5)
+        ('points apart: at most 3', 0.5, -0.5)
+    """
+    return Rule(f"{what}: at most {limit:g}", lambda value: limit - value, digits)
+
+
+def at_least(limit: float, what: str) -> Rule:
+    """A value must not be below a limit."""
+    return Rule(f"{what}: at least {limit:g}", lambda value: value - limit)
+
+
+def more_than(limit: float, what: str, digits: int = 1) -> Rule:
+    """A value must be above a limit."""
+    return Rule(f"{what}: more than {limit:g}", lambda value: value - limit or -1.0, digits)
+
+
+def less_than(limit: float, what: str) -> Rule:
+    """A value must be below a limit."""
+    return Rule(f"{what}: less than {limit:g}", lambda value: limit - value or -1.0)
+
+
+def between(low: float, high: float, what: str) -> Rule:
+    """A value must be neither below one limit nor above the other."""
+    return Rule(f"{what}: {low:g} to {high:g}", lambda value: min(value - low, high - value))
+
+
+def close_to(number: float, what: str) -> Rule:
+    """An accuracy must be near the paper's."""
+    rule = between(number - CLOSE, number + CLOSE, what)
+    return rule._replace(text=f"{what}: within {CLOSE} points of the paper's {number:g}%")
+
+
+class Place(NamedTuple):
+    """A value at one place, and how it is shown there."""
+
+    where: str
+    value: float
+    shown: str
+
+
+class Part(NamedTuple):
+    """A part of a claim, judged.
+
+    holds: None where runs are missing or nothing can be compared. whole: whether it was run at all places.
+    """
+
+    kind: Literal["direction", "number"]
+    rule: str
+    measured: str
+    holds: bool | None
+    whole: bool = True
+
+
+class Study(NamedTuple):
+    """The groups that are the paper's figures, at one scale. attacks: (attack, parameter) -> its group."""
+
+    scale: Scale
+    ring: Rings | None
+    ring_figures: tuple[str, ...]
+    gamma: Group | None
+    attacks: dict[tuple[str, str], Group]
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, when a measurement agrees with it, how it is measured, and why it may not."""
+    """A sentence of the paper, how it is judged, and why it may come out otherwise."""
 
     where: str
     says: str
-    agrees_if: str
-    measure: Callable[..., Measured]
+    judge: Callable[[Study], list[Part]]
     why: str = ""
 
 
 class Finding(NamedTuple):
-    """A claim with what was measured; `agrees` is None where the runs are missing."""
+    """A claim with its parts as judged."""
 
     claim: Claim
-    measured: str
-    agrees: bool | None
+    parts: list[Part]
+
+    def verdict(self) -> Verdict:
+        """Whether the claim agrees with what was measured."""
+        judged = [part.holds for part in self.parts if part.holds is not None]
+        if not judged:
+            return "not run"
+        if all(judged):
+            whole = all(part.holds and part.whole for part in self.parts)
+            return "yes" if whole else "yes, as far as compared"
+        return "partly" if any(judged) else "no"
 
 
-def judge_comparison(group: Comparison) -> list[Finding]:
-    """The claims on accuracy, for one comparison by gamma under the paper's algorithm."""
-    fits = group.parameter == "gamma" and group.example.algorithm == "dsgd"
-    return judge(ACCURACY_CLAIMS, group) if fits else []
+def judge(claims: Iterable[Claim], study: Study) -> list[Finding]:
+    """Each claim with what was measured."""
+    return [Finding(claim, claim.judge(study)) for claim in claims]
 
 
-def judge_rings(ring: Rings, figure: str) -> list[Finding]:
-    """The claims on the Gaussian ring that go with a figure: `figure 1` or `figure 2`."""
-    return judge([claim for claim in RING_CLAIMS if claim.where.startswith(figure)], ring)
+def study_of(
+    scale: Scale, groups: Iterable[tuple[Group, Entry | None]], ring: Rings | None, figures: tuple[str, ...]
+) -> Study:
+    """What of the paper's was run at a scale."""
+    gamma, attacks = None, {}
+    for group, entry in groups:
+        if entry is None or entry.scale != scale:
+            continue
+        if "fig3" in entry.figures:
+            gamma = gamma or group
+        if group.example.byzantine and group.parameter is not None:
+            attacks.setdefault((group.example.attack, group.parameter), group)
+    return Study(scale, ring, figures, gamma, attacks)
 
 
-def judge(claims: list[Claim], source: Comparison | Rings | Siege) -> list[Finding]:
-    """Each claim with what was measured; `source` is what the claims' functions take."""
-    found = []
-    for claim in claims:
-        measured = claim.measure(source)
-        found.append(Finding(claim, "not run", None) if measured is None else Finding(claim, *measured))
-    return found
+def direction(rule: Rule, places: Iterable[Place | None]) -> Part:
+    """A part on who is ahead or what grows: it must hold at every place."""
+    return _part("direction", rule, places)
 
 
-def _alike(group: Comparison) -> Measured:
-    gaps = {}
-    for level in group.levels():
-        finals = [group.final(title, level) for title in _TITLE.values()]
-        if level is not None and level >= 0.3 and None not in finals:
-            means = [100 * s.mean for s in finals if s is not None]
-            gaps[level] = max(means) - min(means)
-    if not gaps:
+def number(study: Study, rule: Rule, places: Iterable[Place | None]) -> Part:
+    """A part on a number of the paper's, which is for CIFAR-10: other data have other levels."""
+    if study.scale == "small":
+        return Part("number", rule.text, "not compared: the paper's number is for CIFAR-10", None)
+    return _part("number", rule, places)
+
+
+def _part(kind: Literal["direction", "number"], rule: Rule, places: Iterable[Place | None]) -> Part:
+    """The rule must hold at every place; it judges values as they are shown."""
+    given = list(places)
+    found = [place for place in given if place is not None]
+    if not found:
+        return Part(kind, rule.text, "not run", None)
+    margins = [rule.margin(round(place.value, rule.digits)) for place in found]
+    holds = min(margins) >= -_ROUNDING
+    if len(found) <= _MANY:
+        text = "; ".join(f"{place.where}: {place.shown}".removeprefix(": ") for place in found)
+    else:
+        worst = found[margins.index(min(margins))]
+        kept = sum(margin >= -_ROUNDING for margin in margins)
+        text = f"holds at {kept} of {len(found)} places; farthest off, {worst.where}: {worst.shown}"
+    missing = len(given) - len(found)
+    text += f"; {missing} not run" if missing else ""
+    return Part(kind, rule.text, text, holds, whole=not missing)
+
+
+def line(scheme: str, condition: str = "", rule: bool = False) -> Line:
+    """One of the paper's lines: a scheme as it is usual, and the condition; `rule` if that is a defense."""
+    return Line(scheme, (), condition, (None, None) if rule else (None,))
+
+
+def accuracy(group: Group, one: Line, level: Level, best: bool = False) -> Place | None:
+    """An accuracy in percent, or None if it was not run."""
+    found = (group.best if best else group.final)(one, level)
+    return None if found is None else Place(level_name(group, level), 100 * found.mean, found.percent())
+
+
+def behind(
+    group: Group, ours: Line, theirs: Line, level: Level, best: bool = False, apart: bool = False
+) -> Place | None:
+    """How many points one line is behind another, or apart from it, with both accuracies."""
+    one, other = accuracy(group, ours, level, best), accuracy(group, theirs, level, best)
+    if one is None or other is None:
         return None
-    worst = max(gaps, key=lambda level: gaps[level])
-    return f"largest gap between schemes: {gaps[worst]:.1f} points, at gamma {worst:g}", gaps[worst] <= 3
-
-
-def _against_centralized(
-    scheme: str, gamma: float, agrees: Callable[[float], bool], best: bool = False
-) -> Callable[[Comparison], Measured]:
-    """A scheme and centralized training at one gamma; `agrees` judges how many points it is behind."""
-
-    def measure(group: Comparison) -> Measured:
-        read = group.best if best else group.final
-        ours, central = read(_TITLE[scheme], gamma), read(_TITLE["centralized"], gamma)
-        if ours is None or central is None:
-            return None
-        behind = 100 * (central.mean - ours.mean)
-        kind = "best" if best else "final"
-        text = f"{kind}: {_TITLE[scheme]} {ours.percent()}, centralized {central.percent()} ({-behind:+.1f})"
-        return text, agrees(behind)
-
-    return measure
-
-
-def _collapse(group: Comparison) -> Measured:
-    found = _against_centralized("naive", 0.0, lambda behind: behind >= 40)(group)
-    best = group.best(_TITLE["naive"], 0.0)
-    if found is None or best is None:
-        return None
-    return f"{found[0]}; naive's best on the way: {best.percent()}", found[1]
-
-
-def _before_the_switch(group: Comparison) -> Measured:
-    switch = group.example.rounds // 2  # pyrefly: ignore
-    found = []
-    for scheme in ("fixbn", "centralized"):
-        rounds, spreads = group.curve(_TITLE[scheme], 0.0)
-        earlier = [s for t, s in zip(rounds, spreads, strict=True) if t <= switch]
-        if not earlier:
-            return None
-        found.append(100 * earlier[-1].mean)
-    return f"just before the switch: FixBN {found[0]:.1f}, centralized {found[1]:.1f}", found[1] - found[
-        0
-    ] >= 10
-
-
-def _throughout(group: Comparison) -> Measured:
-    rounds, ours = group.curve(_TITLE["fbn"], 0.0)
-    others, central = group.curve(_TITLE["centralized"], 0.0)
-    if not rounds or rounds != others:
-        return None
-    gaps = [100 * (c.mean - o.mean) for o, c in zip(ours, central, strict=True)]
-    later = [abs(g) for t, g in zip(rounds, gaps, strict=True) if 3 * t >= rounds[-1]]
-    text = (
-        f"from a third of the rounds on, at most {max(later):.1f} points apart; "
-        f"over all rounds at most {max(map(abs, gaps)):.1f}"
-    )
-    return text, max(later) <= 3
-
-
-def _separable(scheme: str, agrees: Callable[[float], bool]) -> Callable[[Rings], Measured]:
-    def measure(ring: Rings) -> Measured:
-        if (scheme, 0.0) not in ring:
-            return None
-        data = load_file(ring[scheme, 0.0][0].path / "model.safetensors")
-        share = separability(data["normalised"], data["labels"])
-        return f"{100 * share:.0f}% of points are nearest to their own class", agrees(share)
-
-    return measure
-
-
-def _scale(ring: Rings) -> Measured:
-    if ("fixbn", 0.0) not in ring:
-        return None
-    data = load_file(ring["fixbn", 0.0][0].path / "model.safetensors")
-    share = separability(data["normalised"], data["labels"])
-    larger = (data["normalised"].norm(dim=-1).mean() / data["centralised"].norm(dim=-1).mean()).item()
-    text = f"{100 * share:.0f}% of points are nearest to their own class; {larger:.1f} times too large"
-    return text, share > 0.95 and not 0.67 < larger < 1.5
-
-
-def _flat(ring: Rings) -> Measured:
-    found = ring_distances(ring, "fbn")
-    if len(found) < 2:
-        return None
-    means = [s.mean for s in found.values()]
-    return f"FBN: between {min(means):.2f} and {max(means):.2f}", max(means) <= 0.5 and max(
-        means
-    ) <= 1.5 * min(means)
-
-
-def _grows(ring: Rings) -> Measured:
-    texts, agrees = [], True
-    for scheme in ("fixbn", "naive"):
-        found = ring_distances(ring, scheme)
-        if 0.0 not in found or 1.0 not in found:
-            return None
-        texts.append(f"{_TITLE[scheme]} from {found[1.0].mean:.2f} to {found[0.0].mean:.2f}")
-        agrees &= found[0.0].mean > 3 * found[1.0].mean
-    return f"gamma 1 to 0: {', '.join(texts)}", agrees
-
-
-ACCURACY_CLAIMS = [
-    Claim(
-        "section 4",
-        "With gamma >= 0.3 the algorithms perform similarly.",
-        "at most 3 points apart",
-        _alike,
-        "Naive BatchNorm loses ground little by little as the data become less alike, with no step at 0.3; "
-        "the paper gives no number, and the bound of 3 points is ours.",
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0.01 naive BatchNorm loses 40 points, to 40%.",
-        "at least 20 points behind centralized",
-        _against_centralized("naive", 0.01, lambda behind: behind >= 20),
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0.01 FixBN drops only slightly.",
-        "at most 5 points behind",
-        _against_centralized("fixbn", 0.01, lambda behind: behind <= 5),
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0.01 FBN is unchanged.",
-        "at most 1.5 points behind",
-        _against_centralized("fbn", 0.01, lambda behind: behind <= 1.5),
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0 naive BatchNorm collapses: about 17% at best.",
-        "finally at least 40 points behind",
-        _collapse,
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0 FixBN's best falls to 75%, from 80%.",
-        "between 1 and 10 points behind",
-        _against_centralized("fixbn", 0.0, lambda behind: 1 <= behind <= 10, best=True),
-    ),
-    Claim(
-        "section 4",
-        "At gamma 0 FBN matches the 80% of centralized training.",
-        "at most 1.5 points behind",
-        _against_centralized("fbn", 0.0, lambda behind: behind <= 1.5, best=True),
-    ),
-    Claim(
-        "section 4",
-        "FixBN struggles in the first half at gamma 0.",
-        "at least 10 points behind",
-        _before_the_switch,
-    ),
-    Claim(
-        "section 4",
-        "FBN almost exactly follows centralized training throughout, at gamma 0.",
-        "at most 3 points apart after a third of the rounds",
-        _throughout,
-    ),
-]
-
-RING_CLAIMS = [
-    Claim(
-        "figure 1",
-        "Centralized BatchNorm keeps the classes separable.",
-        "more than 95% nearest to their own class",
-        _separable("centralized", lambda share: share > 0.95),
-    ),
-    Claim(
-        "figure 1",
-        "After naive BatchNorm they no longer are.",
-        "less than 40% nearest to their own class",
-        _separable("naive", lambda share: share < 0.4),
-    ),
-    Claim(
-        "figure 2a",
-        "FBN keeps them separable, nearly as centralized.",
-        "more than 95% nearest to their own class",
-        _separable("fbn", lambda share: share > 0.95),
-    ),
-    Claim(
-        "figure 2b",
-        "FixBN's points are separable and wrongly scaled.",
-        "more than 95%, and more than 1.5 times too large",
-        _scale,
-    ),
-    Claim("figure 2c", "FBN's error stays small and flat.", "at most 0.5, and within a factor of 1.5", _flat),
-    Claim(
-        "figure 2c",
-        "The others' error grows with heterogeneity.",
-        "more than three times as large at gamma 0",
-        _grows,
-    ),
-]
+    points = other.value - one.value
+    text = f"{one.shown} against {other.shown}"
+    return Place(one.where, abs(points) if apart else points, text)

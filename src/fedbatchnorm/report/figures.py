@@ -1,11 +1,8 @@
-"""The paper's figures, drawn with matplotlib: readable in print, and by the color-blind.
+"""Charts in print, drawn with matplotlib: one style, labels at the lines' ends, text that can be selected."""
 
-Every function takes results and returns a matplotlib Figure; `save` writes it as SVG and PNG. Schemes are
-told apart by color, marker and line alike (colors by Okabe and Ito).
-"""
-
+import functools
 import io
-import statistics
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,278 +10,264 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
 
-from ..simulation.schemes import SCHEMES
 from ..storage.files import write_bytes
-from .groups import (
-    ALONE,
-    NO_ATTACK,
-    NO_DEFENSE,
-    Comparison,
-    Rings,
-    Siege,
-    Spread,
-    ring_distances,
-    shared_curves,
-)
+from .charts import Chart, Mark, Panel, holdings_chart
 
-COLORS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-COLORS += ("#882255", "#999933", "#332288", "#888888")
-MARKERS, LINES = "sovDP^X<>*p", ("--", "-", "-.", ":", "-", "--", "-.", ":", "-", "--", "-.")
-_CLASSES = (
-    "#332288",
-    "#88CCEE",
-    "#44AA99",
-    "#117733",
-    "#999933",
-    "#DDCC77",
-    "#CC6677",
-    "#882255",
-    "#AA4499",
-    "#888888",
+# Dark enough to be read as text on white; told apart by the color-blind with the help of dashes and markers.
+COLORS = (
+    "#1b1f24",
+    "#0062a8",
+    "#8a5f00",
+    "#c2341d",
+    "#00755a",
+    "#9b2f83",
+    "#5b3fa8",
+    "#7b4a2a",
+    "#5d6b16",
+    "#6b7280",
 )
+CLASSES = (
+    "#332288",
+    "#5aa5d6",
+    "#2f9485",
+    "#117733",
+    "#85852a",
+    "#c4a83f",
+    "#c25468",
+    "#882255",
+    "#a33f93",
+    "#7d7d7d",
+)
+DASHES: tuple[Any, ...] = (
+    (0, (6, 2)),
+    "-",
+    (0, (5, 1, 1, 1)),
+    (0, (1, 1.2)),
+    "-",
+    (0, (6, 2, 1, 2)),
+    "--",
+    "-.",
+    ":",
+    (0, (2, 2)),
+)
+MARKERS = "sovDP^X<>p"
 _STYLE: dict[str, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
+    "font.size": 9.5,
+    "font.family": ["DejaVu Sans"],
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.edgecolor": "#8c959f",
+    "axes.labelcolor": "#424a53",
+    "xtick.color": "#424a53",
+    "ytick.color": "#424a53",
     "axes.grid": True,
-    "grid.alpha": 0.25,
-    "svg.hashsalt": "fedbatchnorm",
+    "grid.color": "#d8dee4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
     "axes.unicode_minus": False,
+    "text.parse_math": False,
+    "svg.hashsalt": "fedbatchnorm",
+    "svg.fonttype": "none",
 }
 
 
-def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Draw in the house style, whatever the user's own settings are."""
 
-    def drawn(*args: Any, **kwargs: Any) -> Figure:
+    @functools.wraps(draw)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
         with mpl.rc_context(_STYLE):
             return draw(*args, **kwargs)
 
     return drawn
 
 
-FIGURE1 = {("centralized", 0.0), ("naive", 0.0)}  # what there must be on a ring
-FIGURE2 = {("fbn", 0.0), ("fixbn", 0.0)}
-
-
 @styled
-def figure1(ring: Rings) -> Figure:
-    """Points before and after normalization, centralized and naive, one class a client."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for axis, letter, scheme in zip(panels, "ab", ("centralized", "naive"), strict=True):
-        data = load_file(ring[scheme, 0.0][0].path / "model.safetensors")
-        _clouds(axis, data["points"], data["labels"], marker=".", alpha=0.35)
-        _clouds(axis, data["normalised"], data["labels"], marker="+")
-        axis.set_title(f"({letter}) {SCHEMES[scheme].title.removesuffix(' BN')} BatchNorm")
-        axis.set(xlim=(-13.5, 33), ylim=(-13.5, 13.5), aspect="equal", xticks=[-10, 0, 10])
-        inset = axis.inset_axes((15.5, -10, 17, 20), transform=axis.transData)
-        _clouds(inset, data["normalised"], data["labels"], marker="+", size=14)
-        inset.set(xlim=(-2.9, 2.9), ylim=(-3.4, 3.4), xticks=[-2, 0, 2], yticks=[-2, 0, 2])
-        inset.tick_params(labelsize=7)
-        inset.set_title("after, enlarged", fontsize=8, pad=3)
-    note = "dots: before normalization; crosses: after; a color for each class, which is a client's own"
-    figure.supxlabel(note, fontsize=8)
-    return figure
-
-
-@styled
-def figure2(ring: Rings) -> Figure:
-    """FBN's and FixBN's points after the last round, and every scheme's distance from centralized."""
-    figure = Figure(figsize=(11, 3.9), layout="constrained")
-    *pictures, error = figure.subplots(1, 3)
-    for axis, letter, scheme in zip(pictures, "ab", ("fbn", "fixbn"), strict=True):
-        first = ring[scheme, 0.0][0]
-        data = load_file(first.path / "model.safetensors")
-        _clouds(axis, data["centralised"], data["labels"], marker="o", alpha=0.25, size=12)
-        _clouds(axis, data["normalised"], data["labels"], marker="+")
-        reach = max(2.2, 1.1 * data["normalised"].abs().max().item())
-        _square(axis, reach)
-        axis.set_title(f"({letter}) {SCHEMES[scheme].title}, round {len(first.metrics)}")
-        axis.set_xlabel("crosses: the scheme; circles: centralized", fontsize=8)
-    levels = sorted({gamma for _, gamma in ring}, reverse=True)
-    for scheme in SCHEMES:
-        found = ring_distances(ring, scheme)
-        if scheme != "centralized" and found:
-            xs = [levels.index(g) for g in found]
-            _line(error, SCHEMES[scheme].title, xs, list(found.values()))
-    error.set(
-        title="(c) distance from centralized", xlabel="gamma (alike → one class each)", ylabel="mean distance"
-    )
-    error.set_xticks(range(len(levels)), [f"{g:g}" for g in levels])
-    error.set_ylim(bottom=0)
-    error.legend(frameon=False)
-    return figure
-
-
-@styled
-def accuracy_figure(group: Comparison, borrowed: Comparison | None = None) -> Figure:
-    """Final accuracy against heterogeneity, and curves where it is strongest (figures 3 and 5).
-
-    Args:
-        group: the runs.
-        borrowed: a comparison by gamma, whose strongest level is the last panel (figure 5).
-    """
-    levels, name = group.levels(), group.parameter
-    curves = [(group, level) for level in levels[-2:]]
-    if borrowed is not None:
-        curves = [(group, levels[-1]), (borrowed, borrowed.levels()[-1])]
-    figure = Figure(figsize=(3.8 * (1 + len(curves)), 3.7), layout="constrained")
-    final, *panels = figure.subplots(1, 1 + len(curves))
-    for label in group.labels():
-        found = [(i, s) for i, level in enumerate(levels) if (s := group.final(label, level)) is not None]
-        _line(final, label, [i for i, _ in found], [_percent(s) for _, s in found])
-    final.set_xticks(range(len(levels)), ["iid" if v is None else f"{v:g}" for v in levels])
-    final.set(title="(a) final accuracy", ylabel="test accuracy (%)")
-    final.set_xlabel(
-        {"gamma": "gamma (alike → extreme)", "alpha": "Dirichlet alpha (alike → extreme)"}.get(name or "", "")
-    )
-    for axis, letter, (source, level) in zip(panels, "bc", curves, strict=False):
-        for label in source.labels():
-            rounds, spreads = source.curve(label, level)
-            _band(axis, label, rounds, [_percent(s) for s in spreads])
-        title = "iid" if source.parameter is None else f"{source.parameter} = {level:g}"
-        axis.set(title=f"({letter}) {title}", xlabel="round")
-    for axis in (final, *panels):
-        axis.set_ylim(0, 100)
-    final.legend(frameon=False, loc="lower left")
-    return figure
-
-
-@styled
-def siege_figure(siege: Siege) -> Figure:
-    """Accuracy over rounds for FBN and naive: undisturbed, attacked, defended; a panel for each level.
-
-    An attacked run breaks down or does not, so single seeds are drawn, thin, and their median, thick.
-    """
-    levels = siege.levels()
-    columns = 2 if len(levels) == 4 else len(levels)
-    rows = len(levels) // columns
-    size = (max(4.2 * columns, 6.4), 3.1 * rows + 1)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    strokes = {NO_ATTACK: "--", ALONE: (0, (8, 1, 1, 1)), NO_DEFENSE: ":", siege.example.defense: "-"}
-    for axis, letter, level in zip(panels, "abcdefgh", levels, strict=False):
-        for title, kind in siege.lines():
-            rounds, curves = shared_curves(siege.cells.get((title, kind, level), []))
-            if rounds:
-                _threads(axis, title, rounds, curves, f"{title}, {kind}", linestyle=strokes[kind])
-        name = "iid" if level is None else f"{siege.parameter} = {level:g}"
-        axis.set(title=f"({letter}) {name}", xlabel="round", ylim=(0, 100))
-    for axis in panels[::columns]:
-        axis.set_ylabel("test accuracy (%)")
-    drawn = [dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True)) for axis in panels]
-    names = [name for name in (f"{t}, {k}" for t, k in siege.lines()) if any(name in d for d in drawn)]
-    handles = [next(d[name] for d in drawn if name in d) for name in names]
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+def draw(chart: Chart) -> Figure:
+    """A chart as a matplotlib figure."""
+    panels = chart.in_print()
+    columns = min(chart.columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    width, height = _size(panels, columns)
+    figure = Figure(figsize=(width, rows * height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels, strict=False):
+        _DRAW[panel.kind](axis, panel)
+        title = _wrapped(_printable(panel.title), 46 if width / columns > 4 else 30)
+        axis.set_title(title, pad=8)
+        axis.set_xlabel("\n".join(filter(None, (panel.x_label, _wrapped(_printable(panel.note), 64)))))
+        axis.set_ylabel(_wrapped(panel.y_label, 40))
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.draw_without_rendering()  # the layout is found once, not for each file
+    figure.set_layout_engine("none")
     return figure
 
 
 @styled
 def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
     """Who holds which classes: a disc for each client and class, its area the number of samples."""
-    samples, classes = holdings["samples"], holdings["classes"]
-    size = max(2.4, 0.26 * max(len(samples), len(classes)))
-    figure = Figure(figsize=(size, size), layout="constrained")
-    axis = figure.subplots()
-    most = max(max(row) for row in samples)
-    spots = [(i, c, n) for i, row in enumerate(samples) for c, n in enumerate(row) if n]
-    axis.scatter(
-        [s[0] for s in spots],
-        [s[1] for s in spots],
-        [160 * s[2] / most for s in spots],
-        color=COLORS[1],
-        linewidths=0,
-    )
-    axis.set(
-        xlabel="client", ylabel="class", xlim=(-0.7, len(samples) - 0.3), ylim=(-0.7, len(classes) - 0.3)
-    )
-    axis.set_xticks(range(0, len(samples), max(1, len(samples) // 10)))
-    names = [_printable(name)[:12] for name in classes]
-    axis.set_yticks(range(len(classes)), names, fontsize=7, parse_math=False)
-    axis.set_title(_printable(title), fontsize=9, parse_math=False)
-    return figure
+    return draw(holdings_chart(holdings, _printable(title), "holdings"))
 
 
+@styled
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.svg", folder / f"{name}.png"]
     image = io.BytesIO()
-    with mpl.rc_context(_STYLE):
-        figure.savefig(image, dpi=150, metadata={"Software": None})
-    write_bytes(files[0], svg(figure, standalone=True).encode())
+    figure.savefig(image, dpi=150, metadata={"Software": None})
+    write_bytes(files[0], svg(figure).encode(errors="replace"))
     write_bytes(files[1], image.getvalue())
     return files
 
 
-def svg(figure: Figure, standalone: bool = False) -> str:
-    """A figure as SVG text; without the XML header it can stand inside a page."""
+@styled
+def svg(figure: Figure) -> str:
+    """A figure as SVG text."""
     text = io.StringIO()
-    with mpl.rc_context(_STYLE):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    content = text.getvalue()
-    return content if standalone else content[content.index("<svg") :]
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
-def _style_of(label: str) -> dict[str, Any]:
-    titles = [scheme.title for scheme in SCHEMES.values()]
-    i = titles.index(label.partition(",")[0]) % len(COLORS)
-    return {"color": COLORS[i], "linestyle": LINES[i], "marker": MARKERS[i]}
+def _size(panels: list[Panel], columns: int) -> tuple[float, float]:
+    """Width of the figure and height of a row, in inches."""
+    if panels[0].kind == "discs":
+        most = max(len(panels[0].ticks or ()), len(panels[0].rows or ()))
+        return max(2.8, 0.28 * most), max(2.8, 0.28 * most)
+    if panels[0].kind == "points":
+        return 2.9 * columns, 3.1
+    return max(4.9 * columns, 5.5), 3.4
 
 
-def _line(axis: Axes, label: str, xs: list[int], spreads: list[Spread]) -> None:
-    errors = [s.sd or 0.0 for s in spreads]
-    means = [s.mean for s in spreads]
-    axis.errorbar(xs, means, errors, label=label, capsize=3, markersize=5, linewidth=1.5, **_style_of(label))
+def _curves(axis: Axes, panel: Panel) -> None:
+    ends = []
+    for mark in panel.marks:
+        style = {"color": COLORS[mark.color], "linestyle": DASHES[mark.color]}
+        width = 1.0 if mark.unfinished else 1.7
+        for curve in mark.seeds or []:
+            axis.plot(mark.x, curve, linewidth=0.6, alpha=0.45, color=style["color"])
+        every = max(1, len(mark.x) // 8)
+        marker = {"marker": MARKERS[mark.color], "markersize": 3.2, "markevery": every}
+        axis.plot(mark.x, mark.y, linewidth=width, **style, **marker)
+        if mark.sd:
+            low, high = _edges(mark)
+            axis.fill_between(mark.x, low, high, color=style["color"], alpha=0.13, linewidth=0)
+        ends.append(mark)
+    axis.set_ylim(panel.low, panel.high)
+    if panel.low is not None and panel.low < 0:
+        xs = [x for mark in panel.marks for x in mark.x]
+        axis.plot([min(xs), max(xs)], [0, 0], color="#57606a", linewidth=0.8)
+    _label_ends(axis, ends, panel)
 
 
-def _band(
-    axis: Axes, scheme: str, xs: list[int], spreads: list[Spread], label: str = "", **more: Any
-) -> None:
-    means, errors = [s.mean for s in spreads], [s.sd or 0.0 for s in spreads]
-    style: dict[str, Any] = {"markersize": 3, "markevery": max(1, len(xs) // 8), "linewidth": 1.4}
-    style |= _style_of(scheme) | more
-    axis.plot(xs, means, label=label or scheme, **style)
-    low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-    axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+def _levels(axis: Axes, panel: Panel) -> None:
+    for mark in panel.marks:
+        style = {"color": COLORS[mark.color], "linestyle": DASHES[mark.color], "marker": MARKERS[mark.color]}
+        errors = [sd or 0.0 for sd in mark.sd] if mark.sd else None
+        axis.errorbar(mark.x, mark.y, errors, capsize=3, markersize=4.5, linewidth=1.6, **style)
+        for x, values in zip(mark.x, mark.dots or [], strict=False):
+            if len(values) > 1:
+                axis.scatter([x] * len(values), values, s=7, color=style["color"], alpha=0.55, linewidths=0)
+    axis.set_ylim(panel.low, panel.high)
+    axis.set_xticks(range(len(panel.ticks or ())), panel.ticks or ())
+    _label_ends(axis, panel.marks, panel)
 
 
-def _threads(
-    axis: Axes, scheme: str, xs: list[int], curves: list[list[float]], label: str, **more: Any
-) -> None:
-    style = _style_of(scheme) | more
-    for curve in curves if len(curves) > 1 else []:
-        axis.plot(xs, [100 * y for y in curve], **style | {"marker": ""}, linewidth=0.7, alpha=0.5)
-    middle = [100 * statistics.median(values) for values in zip(*curves, strict=True)]
-    axis.plot(xs, middle, label=label, markersize=3, markevery=max(1, len(xs) // 8), linewidth=1.8, **style)
+def _points(axis: Axes, panel: Panel) -> None:
+    for mark in panel.marks:
+        colors = [CLASSES[c % len(CLASSES)] for c in mark.groups or []]
+        if mark.color == 0:
+            axis.scatter(mark.x, mark.y, 14, marker="o", facecolors="none", edgecolors=colors, linewidths=0.7)
+        else:
+            axis.scatter(mark.x, mark.y, 24, marker="+", color=colors, linewidths=0.8)
+    axis.set(xlim=(panel.low, panel.high), ylim=(panel.low, panel.high), aspect="equal")
 
 
-def _percent(spread: Spread) -> Spread:
-    return Spread(100 * spread.mean, None if spread.sd is None else 100 * spread.sd, spread.seeds)
+def _discs(axis: Axes, panel: Panel) -> None:
+    (mark,), ticks, rows = panel.marks, panel.ticks or [], panel.rows or []
+    most = max(mark.sizes or [1])
+    axis.scatter(mark.x, mark.y, [150 * n / most for n in mark.sizes or []], color=COLORS[1], linewidths=0)
+    axis.set(xlim=(-0.7, len(ticks) - 0.3), ylim=(panel.low, panel.high))
+    every = max(1, len(ticks) // 10)
+    axis.set_xticks(range(0, len(ticks), every), ticks[::every])
+    axis.set_yticks(range(len(rows)), rows, fontsize=8)
 
 
-def _clouds(
-    axis: Axes, points: Any, labels: Any, *, marker: str, alpha: float = 1.0, size: float = 22
-) -> None:
-    for label in labels.unique().tolist():
-        cloud = points[labels == label]
-        axis.scatter(
-            cloud[:, 0],
-            cloud[:, 1],
-            s=size,
-            marker=marker,
-            color=_CLASSES[label % 10],
-            alpha=alpha,
-            linewidths=0.8,
+_DRAW = {"curves": _curves, "levels": _levels, "points": _points, "discs": _discs}
+
+
+def _label_ends(axis: Axes, marks: list[Mark], panel: Panel) -> None:
+    """Each line's name at its end, moved apart where they would lie on each other."""
+    low, high = axis.get_ylim()
+    step = 0.062 * (high - low)
+    ends = sorted(
+        (min(max(mark.y[-1], low), high), i) for i, mark in enumerate(marks) if mark.y and not mark.unfinished
+    )
+    places = spread_out([y for y, _ in ends], step, low, high)
+    right = max((mark.x[-1] for mark in marks if mark.x), default=1)
+    left = min((mark.x[0] for mark in marks if mark.x), default=0)
+    longest = max((len(_printable(m.key)) for m in marks), default=0)
+    axis.set_xlim(
+        left - 0.03 * (right - left or 1), right + (right - left or 1) * (0.06 + 0.0185 * min(longest, 30))
+    )
+    for place, (_, i) in zip(places, ends, strict=True):
+        text = _printable(marks[i].key)
+        short = text if len(text) <= 30 else text[:29] + "…"
+        axis.annotate(
+            short,
+            (right, place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            color=COLORS[marks[i].color],
+            fontsize=8.5,
+            annotation_clip=False,
         )
+    kept = [t for t in axis.get_xticks() if left <= t <= right]
+    if panel.ticks is None:
+        axis.set_xticks(kept)
 
 
-def _square(axis: Axes, reach: float) -> None:
-    axis.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+def spread_out(places: list[float], step: float, low: float, high: float) -> list[float]:
+    """Sorted places, moved so that neighbors are a step apart, within the limits where there is room.
+
+    Example:
+        >>> spread_out([1.0, 1.0, 9.0], 2.0, 0.0, 10.0)
+        [0.0, 2.0, 9.0]
+    """
+    groups: list[list[float]] = []  # of places that touch: their middle, and how many they are
+    for place in places:
+        groups.append([place, 1])
+        while True:
+            middle, count = groups[-1]
+            half = step * (count - 1) / 2
+            middle = min(max(middle, low + half), max(high - half, low + half))
+            groups[-1][0] = middle
+            if len(groups) < 2 or groups[-2][0] + step * (groups[-2][1] - 1) / 2 + step <= middle - half:
+                break
+            other, more = groups[-2]
+            groups[-2:] = [[(other * more + middle * count) / (more + count), more + count]]
+    return [middle + step * (i - (count - 1) / 2) for middle, count in groups for i in range(int(count))]
+
+
+def _edges(mark: Mark) -> tuple[list[float], list[float]]:
+    pairs = list(zip(mark.y, mark.sd or [], strict=False))
+    return [y - (sd or 0) for y, sd in pairs], [y + (sd or 0) for y, sd in pairs]
+
+
+def _wrapped(text: str, width: int) -> str:
+    """A text in lines that are not much longer than a width."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
 
 
 def _printable(text: object) -> str:

@@ -1,24 +1,29 @@
-"""Results brought together: runs that differ in scheme, heterogeneity and seed alone make one comparison."""
+"""Results brought together: what can be compared makes a group, and each of its cells holds the seeds' runs.
+
+A group is keyed by what its runs have in common. Its lines are schemes, each with the settings of its own
+that set it apart, and under attack with the server's rule. Lines are values, never texts: labels are made
+from them and not read back.
+"""
 
 import statistics
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..experiments.catalogue import FIGURES
 from ..experiments.config import Run, local_work
-from ..experiments.results import Result
+from ..experiments.results import Result, Unfinished
 from ..simulation.recipe import ADVERSARY, LATER, usual
 from ..simulation.ring import Ring
 from ..simulation.schemes import SCHEMES
 
-_CLIENTS = 10  # in the paper
-Rings = dict[tuple[str, float], list[Result]]  # (scheme, gamma) -> the seeds' results, seed 0 first
-
-
 NO_ATTACK, NO_DEFENSE = "no attack", "no defense"
-ALONE = "the honest alone"  # no attack, and no more clients than are honest under attack
-_CALM = (NO_ATTACK, ALONE)
+ALONE = "honest clients alone"  # no attack, and no more clients than are honest under attack
+CALM = (NO_ATTACK, ALONE)
+SETTINGS = ("switch", "beta", "groups", "gradient", "limit", "blend", "calibrate", "recalibrate")
+Level = float | None
+Key = tuple[tuple[str, str], ...]
 
 
 class Spread(NamedTuple):
@@ -39,187 +44,202 @@ class Spread(NamedTuple):
         return f"{100 * self.mean:.1f}" + ("" if self.sd is None else f" ± {100 * self.sd:.1f}")
 
 
-class Comparison(NamedTuple):
-    """Training runs that share everything but scheme, level of heterogeneity and seed.
+class Line(NamedTuple):
+    """A scheme with the settings of its own that are not usual, and under attack the condition.
 
-    cells: (scheme label, level) -> the seeds' results. `parameter` is gamma, alpha or None.
+    source: the hashes of a scheme and a rule of the user's own.
     """
 
+    scheme: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    condition: str = ""
+    source: tuple[str | None, ...] = ()
+
+    def calm(self) -> "Line":
+        """The same scheme, whatever the condition."""
+        return self._replace(condition="", source=self.source[:1])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Training runs that share all but scheme, level of heterogeneity, seed, and under attack the rule.
+
+    key: what they share.
+    parameter: the name of the heterogeneity's level, such as gamma; None if there is none.
+    cells: the seeds' finished runs; `begun` has those that are not finished.
+    """
+
+    key: Key
     example: Run
     parameter: str | None
-    cells: dict[tuple[str, float | None], list[Result]]
+    cells: dict[tuple[Line, Level], list[Result]] = field(default_factory=dict)
+    begun: dict[tuple[Line, Level], list[Unfinished]] = field(default_factory=dict)
 
-    def title(self) -> str:
-        """What was run, in words; settings that are not the usual ones are named."""
-        run = self.example
-        text = f"{run.dataset}, {run.model}, {run.clients} clients, batch {run.batch}, {run.rounds} rounds"
-        if run.algorithm == "fedavg":
-            text += f", {local_work(run)}"
-        plain = vars(Run(dataset=run.dataset, rounds=run.rounds, algorithm=run.algorithm))
-        told = {"algorithm", "local_steps", "local_epochs", "cohort"}
-        for name in ("lr", "momentum", "beta", "weighting", "precision", "evaluate_every", *LATER):
-            if name not in told and getattr(run, name) != plain[name]:
-                text += f", {name.replace('_', ' ')} {getattr(run, name)}"
-        return text
-
-    def figure(self) -> str:
-        """Which of the paper's figures this is."""
-        names = {"gamma": "Figure 3", "alpha": "Figure 5"} if self.example.algorithm == "dsgd" else {}
-        return names.get(self.parameter or "", "Accuracy")
-
-    def unusual_clients(self) -> str:
-        """How many clients there are, where they are not as many as in the paper."""
-        return "" if self.example.clients == _CLIENTS else f"{self.example.clients} clients"
-
-    def levels(self) -> list[float | None]:
+    def levels(self) -> list[Level]:
         """The levels, from alike to heterogeneous."""
-        return sorted({level for _, level in self.cells}, key=lambda v: -(v or 0))
+        return sorted({level for _, level in (*self.cells, *self.begun)}, key=lambda v: -(v or 0))
 
-    def labels(self) -> list[str]:
-        """The schemes' labels in the table's order."""
-        return sorted({label for label, _ in self.cells}, key=_rank)
+    def lines(self) -> list[Line]:
+        """The lines in the order of the table of schemes."""
+        return sorted({line for line, _ in (*self.cells, *self.begun)}, key=_rank)
 
-    def final(self, label: str, level: float | None) -> Spread | None:
+    def final(self, line: Line, level: Level) -> Spread | None:
         """Final accuracy over seeds, or None if it was not run."""
-        return self._over_seeds(label, level, "accuracy")
+        return self._over_seeds(line, level, "accuracy")
 
-    def best(self, label: str, level: float | None) -> Spread | None:
+    def best(self, line: Line, level: Level) -> Spread | None:
         """Best accuracy over seeds, or None if it was not run."""
-        return self._over_seeds(label, level, "best_accuracy")
+        return self._over_seeds(line, level, "best_accuracy")
 
-    def own(self, label: str, level: float | None) -> Spread | None:
+    def own(self, line: Line, level: Level) -> Spread | None:
         """Final accuracy of clients with models of their own, over seeds, or None if there is none."""
-        results = self.cells.get((label, level), [])
-        found = [r.summary["client_accuracy"] for r in results if "client_accuracy" in r.summary]
+        return self._over_seeds(line, level, "client_accuracy")
+
+    def curve(self, line: Line, level: Level) -> tuple[list[int], list[Spread]]:
+        """Rounds that all of the cell's runs have evaluated, and accuracy there over seeds."""
+        rounds, curves = shared_curves(self.cells.get((line, level), []))
+        return rounds, [Spread.of(list(values)) for values in zip(*curves, strict=True)]
+
+    def label(self, line: Line) -> str:
+        """What a line is called: the scheme's title, what sets it apart, and the condition."""
+        return ", ".join(filter(None, (self._labels[line.calm()], line.condition)))
+
+    @cached_property
+    def _labels(self) -> dict[Line, str]:
+        titles = {line.calm(): run.title() for line, run in self._runs()}
+        found = {}
+        for line, title in titles.items():
+            apart = self._apart(line, titles)
+            found[line] = f"{title} ({', '.join(apart)})" if apart else title
+        for more in (lambda line: line.scheme, lambda line: (line.source[0] or "")[:6]):
+            alike: dict[str, set[str]] = defaultdict(set)  # two schemes may have the same title
+            for line, text in found.items():
+                alike[text].add(more(line))
+            found = {
+                line: f"{text} ({more(line)})" if len(alike[text]) > 1 and more(line) else text
+                for line, text in found.items()
+            }
+        return found
+
+    def _apart(self, line: Line, others: Iterable[Line]) -> list[str]:
+        """The settings that set a line apart from others of its scheme, or from what is usual, in words."""
+        alike = [dict(o.settings) for o in others if (o.scheme, o.source) == (line.scheme, line.source)]
+        settings = dict(line.settings)
+        varying = {n for n in SETTINGS if len({repr(found.get(n, "usual")) for found in alike}) > 1}
+        names = [n for n in SETTINGS if n in varying or n in settings]
+        words = [_in_words(n, settings.get(n, _usual(self.example, n))) for n in names]
+        return [word for word in words if word]
+
+    def _runs(self) -> Iterable[tuple[Line, Run]]:
+        for (line, _), found in (*self.cells.items(), *self.begun.items()):
+            for one in found:
+                if isinstance(one.config, Run):
+                    yield line, one.config
+
+    def _over_seeds(self, line: Line, level: Level, key: str) -> Spread | None:
+        found = [r.summary[key] for r in self.cells.get((line, level), []) if key in r.summary]
         return Spread.of(found) if found else None
 
-    def curve(self, label: str, level: float | None) -> tuple[list[int], list[Spread]]:
-        """Rounds, and accuracy there over seeds."""
-        return mean_curve(self.cells.get((label, level), []))
 
-    def _over_seeds(self, label: str, level: float | None, key: str) -> Spread | None:
-        found = self.cells.get((label, level))
-        return Spread.of([r.summary[key] for r in found]) if found else None
-
-
-def comparisons(results: list[Result]) -> list[Comparison]:
-    """The training runs, brought together; in the order dataset, partition."""
-    found: dict[tuple[Any, ...], Comparison] = {}
-    for result in sorted(results, key=lambda r: r.config.seed):
-        run = result.config
-        if not isinstance(run, Run) or not run.is_plain():
-            continue
-        parameter, level = run.heterogeneity()
-        shared = _shared(run, {"scheme", "seed", "switch", parameter})
-        group = found.setdefault(shared, Comparison(run, parameter, {}))
-        group.cells.setdefault((_label(run), level), []).append(result)
-    return sorted(found.values(), key=lambda c: (c.example.dataset, -_order(c.parameter), c.title()))
+def comparisons(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -> list[Group]:
+    """The runs without Byzantine clients and defenses, brought together; in the order dataset, partition."""
+    found: dict[Any, Group] = {}
+    for one in sorted([*results, *unfinished], key=lambda r: r.config.seed):
+        run = one.config
+        if isinstance(run, Run) and run.is_plain():
+            parameter, level = run.heterogeneity()
+            key = _shared(run)
+            group = found.setdefault(key, Group(key, run, parameter))
+            _put(group, (line_of(run), level), one)
+    return sorted(found.values(), key=_order)
 
 
-class Siege(NamedTuple):
-    """Training runs under one attack with one defense, beside the undefended and the undisturbed ones.
+def attacked(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -> list[Group]:
+    """The runs with Byzantine clients or a defense, a group for each attack, beside the undisturbed ones."""
+    everything = sorted([*results, *unfinished], key=lambda r: r.config.seed)
+    facts = [(one, one.config, _shared(one.config)) for one in everything if isinstance(one.config, Run)]
+    found: dict[Any, Group] = {}
+    for one, run, shared in facts:
+        if not run.is_plain():
+            lies = (str(run.byzantine), run.attack, "+".join(run.targets_struck()), _source(run, "attack"))
+            names = ("byzantine", "attack", "targets", "attack's source")
+            key = (*shared, *((name, str(lie)) for name, lie in zip(names, lies, strict=True)))
+            group = found.setdefault(key, Group(key, run, run.heterogeneity()[0]))
+            condition = NO_DEFENSE if run.defense == "none" else run.defense
+            _put(group, (line_of(run, condition), run.heterogeneity()[1]), one)
+    for group in found.values():
+        _add_calm(group, [fact for fact in facts if fact[1].is_plain()])
+    return sorted(found.values(), key=_order)
 
-    cells: (scheme's title, NO_ATTACK, ALONE, NO_DEFENSE or the defense, level) -> the seeds' results.
+
+def _add_calm(group: Group, plain: list[tuple[Any, Run, Key]]) -> None:
+    """Beside the runs of a group, the same without attack, and as many clients as are honest in it."""
+    schemes, levels = {line.calm() for line in group.lines()}, set(group.levels())
+    shared = {k: v for k, v in group.key if k not in ("byzantine", "attack", "targets", "attack's source")}
+    alone = shared | {"clients": str(group.example.honest())}
+    for one, run, key in plain:
+        level = run.heterogeneity()[1]
+        condition = NO_ATTACK if dict(key) == shared else ALONE if dict(key) == alone else ""
+        if condition and level in levels and line_of(run) in schemes:
+            _put(group, (line_of(run, condition), level), one)
+
+
+def _put(group: Group, cell: tuple[Line, Level], one: Result | Unfinished) -> None:
+    home: Any = group.cells if isinstance(one, Result) else group.begun
+    home.setdefault(cell, []).append(one)
+
+
+def line_of(run: Run, condition: str = "") -> Line:
+    """The line that a run belongs to.
+
+    Example:
+        >>> line_of(Run(gradient=0.5)).settings
+        (('gradient', 0.5),)
     """
-
-    example: Run
-    parameter: str | None
-    cells: dict[tuple[str, str, float | None], list[Result]]
-
-    def levels(self) -> list[float | None]:
-        """The levels at which the attack was run, from alike to heterogeneous."""
-        found = {level for _, kind, level in self.cells if kind not in _CALM}
-        return sorted(found, key=lambda v: -(v or 0))
-
-    def lines(self) -> list[tuple[str, str]]:
-        """(scheme's title, kind), in the order in which they are drawn."""
-        kinds = (*_CALM, NO_DEFENSE, self.example.defense)
-        found = {(title, kind) for title, kind, _ in self.cells}
-        return sorted(found, key=lambda line: (*_rank(line[0]), kinds.index(line[1])))
-
-    def name(self) -> str:
-        """What is done to whom, in words."""
-        run = self.example
-        lies = f"{run.attack} on {' and '.join(run.targets_struck())}" if run.byzantine else "none"
-        return f"Liars: {lies}, {'undefended' if run.defense == 'none' else f'against {run.defense}'}"
-
-    def spread(self, title: str, kind: str, level: float | None) -> Spread | None:
-        """Final accuracy over seeds, or None if it was not run."""
-        return self._over_seeds(title, kind, level, "accuracy")
-
-    def best(self, title: str, kind: str, level: float | None) -> Spread | None:
-        """Best accuracy over seeds, or None if it was not run."""
-        return self._over_seeds(title, kind, level, "best_accuracy")
-
-    def _over_seeds(self, title: str, kind: str, level: float | None, key: str) -> Spread | None:
-        found = self.cells.get((title, kind, level))
-        return Spread.of([r.summary[key] for r in found]) if found else None
+    known = run.identity()
+    given = {name: known[name] for name in SETTINGS if name in known}
+    if given.get("switch", 0) is None:  # the scheme has none
+        del given["switch"]
+    settings = tuple((name, value) for name, value in given.items() if value != _usual(run, name))
+    source = (
+        _source(run, "scheme"),
+        *([_source(run, "defense")] if condition not in ("", *CALM, NO_DEFENSE) else []),
+    )
+    return Line(run.scheme, settings, condition, source)
 
 
-def sieges(results: list[Result]) -> list[Siege]:
-    """The runs with liars or a defense, brought together: one for each attack and defense.
+class Rings(NamedTuple):
+    """The runs on the ring with one setting: (scheme, gamma) -> the seeds' results, seed 0 first."""
 
-    Undefended runs go with the defended ones of the same attack, and make one of their own without such.
-    """
-    runs = [(r.config, r) for r in sorted(results, key=lambda r: r.config.seed) if isinstance(r.config, Run)]
-    found: dict[tuple[Any, ...], Siege] = {}
-    for run, _ in sorted(runs, key=lambda pair: pair[0].defense == "none"):
-        parameter = run.heterogeneity()[0]
-        ignored = {"scheme", "seed", "switch", parameter, *ADVERSARY}
-        shared = _shared(run, ignored)
-        key = (shared, run.byzantine, run.attack, run.targets_struck(), run.defense)
-        defended = any(k[:4] == key[:4] for k in found) and run.defense == "none"
-        if run.is_plain() or defended or key in found:
-            continue
-        siege = found[key] = Siege(run, parameter, {})
-        for other, result in runs:
-            same = (other.byzantine, other.attack, other.targets_struck()) == key[1:4]
-            alone = other.is_plain() and run.byzantine and other.clients == run.honest()
-            kind = ALONE if alone else NO_ATTACK if other.is_plain() else other.defense
-            kind = NO_DEFENSE if kind == "none" else kind
-            fits = kind in _CALM or (same and kind in (NO_DEFENSE, run.defense))
-            like = replace(other, clients=run.clients) if alone else other
-            if fits and other.scheme != "centralized" and _shared(like, ignored) == shared:
-                cell = (_label(other), kind, other.heterogeneity()[1])
-                siege.cells.setdefault(cell, []).append(result)
-        struck = {label for label, kind, _ in siege.cells if kind not in _CALM}
-        found[key] = siege._replace(cells={k: v for k, v in siege.cells.items() if k[0] in struck})
-    return list(found.values())
+    example: Ring
+    cells: dict[tuple[str, float], list[Result]]
+
+    def levels(self) -> list[float]:
+        """The levels of gamma, from alike to heterogeneous."""
+        return sorted({gamma for _, gamma in self.cells}, reverse=True)
+
+    def schemes(self) -> list[str]:
+        """The schemes in the order of the table."""
+        return [name for name in SCHEMES if any(name == scheme for scheme, _ in self.cells)]
+
+    def distance(self, scheme: str, gamma: float) -> Spread | None:
+        """The mean distance from centralized over seeds, or None if it was not run."""
+        found = self.cells.get((scheme, gamma))
+        return Spread.of([r.summary["distance"] for r in found]) if found else None
 
 
-def figures_of(siege: Siege) -> str:
-    """Which of the paper's figures a siege belongs to, in words; empty if none."""
-    run = siege.example
-    if run.algorithm != "dsgd":
-        return ""
-    names = [
-        name.removeprefix("fig")
-        for name, figure in FIGURES.items()
-        if any(
-            isinstance(r, Run)
-            and (r.attack, r.defense) == (run.attack, run.defense)
-            and r.heterogeneity()[0] == siege.parameter
-            for r in figure.runs("full", 1)
-        )
-    ]
-    return f"Figure{'s' if len(names) > 1 else ''} {' and '.join(names)}" if names else ""
-
-
-def rings(results: list[Result]) -> list[Rings]:
-    """The runs on the ring, brought together: one for each setting."""
-    found: dict[tuple[Any, ...], Rings] = {}
+def rings(results: Iterable[Result]) -> list[Rings]:
+    """The runs on the ring, brought together: one for each setting, the most runs first."""
+    found: dict[Any, Rings] = {}
     for result in sorted(results, key=lambda r: r.config.seed):
-        if isinstance(result.config, Ring):
-            shared = _shared(result.config, {"scheme", "seed", "gamma", "switch"})
-            group = found.setdefault(shared, {})
-            group.setdefault((result.config.scheme, result.config.gamma), []).append(result)
-    return [found[key] for key in sorted(found, key=lambda key: -sum(map(len, found[key].values())))]
-
-
-def mean_curve(results: list[Result]) -> tuple[list[int], list[Spread]]:
-    """Rounds that all of these runs have evaluated, and accuracy there over seeds."""
-    rounds, curves = shared_curves(results)
-    return rounds, [Spread.of(list(values)) for values in zip(*curves, strict=True)]
+        config = result.config
+        if isinstance(config, Ring):
+            ignored = {"scheme", "seed", "gamma", "switch"}
+            key = tuple(sorted((k, str(v)) for k, v in config.identity().items() if k not in ignored))
+            key = (*key, ("switch", str(config.switch_step() if config.scheme == "fixbn" else "")))
+            group = found.setdefault(key[:-1], Rings(config, {}))
+            group.cells.setdefault((config.scheme, config.gamma), []).append(result)
+    return sorted(found.values(), key=lambda ring: -sum(map(len, ring.cells.values())))
 
 
 def shared_curves(results: list[Result]) -> tuple[list[int], list[list[float]]]:
@@ -229,91 +249,69 @@ def shared_curves(results: list[Result]) -> tuple[list[int], list[list[float]]]:
     return rounds, [[run[t] for t in rounds] for run in runs]
 
 
-def counterpart(group: Comparison, groups: list[Comparison]) -> Comparison | None:
-    """The comparison by gamma that goes with one by Dirichlet's alpha: figure 5 borrows a panel of it."""
-    ignored = {"scheme", "seed", "switch", "partition", "gamma", "alpha"}
-    for other in groups:
-        if other.parameter == "gamma" and _shared(other.example, ignored) == _shared(group.example, ignored):
-            return other
-    return None
+def setting(group: Group) -> str:
+    """What was run, in words: the usual settings by what they are called, all others by value."""
+    run = group.example
+    text = f"{run.title('dataset')}, {run.title('model')}, {run.clients} clients, batch {run.batch}, "
+    text += f"{run.rounds} rounds"
+    if run.algorithm == "fedavg":
+        text += f", {local_work(run)}"
+    plain = vars(Run(dataset=run.dataset, rounds=run.rounds, algorithm=run.algorithm, own=run.own))
+    told = {"algorithm", "local_steps", "local_epochs", "cohort", *SETTINGS}
+    for name in ("lr", "momentum", "weighting", "precision", "evaluate_every", *LATER):
+        if name not in told and getattr(run, name) != plain[name]:
+            text += f", {name.replace('_', ' ')} {getattr(run, name)}"
+    split = run.part("partition")
+    more = [] if split is None else [(n, v) for n, v in split.parameters if n != group.parameter]
+    return text + "".join(f", {name} {value}" for name, value in more)
 
 
-def percent_or_dash(spread: Spread | None) -> str:
-    """How a table shows a cell; - is not run."""
-    return "-" if spread is None else spread.percent()
+def level_name(group: Group, level: Level) -> str:
+    """A level in words: gamma 0.1; the partition's name where there is none."""
+    return group.example.title("partition") if level is None else f"{group.parameter} {level:g}"
 
 
-def final_table(
-    group: Comparison, show: Callable[[Spread | None], str] = percent_or_dash
-) -> tuple[list[str], list[list[str]]]:
-    """Final accuracies in percent: the header, and a row for each level of heterogeneity."""
-    personal = [label for label in group.labels() if any(group.own(label, level) for level in group.levels())]
-    header = [
-        group.parameter or "partition",
-        *group.labels(),
-        *(f"{label}, own models" for label in personal),
-    ]
-    rows = []
-    for level in group.levels():
-        cells = [group.final(label, level) for label in group.labels()]
-        cells += [group.own(label, level) for label in personal]
-        rows.append(["iid" if level is None else f"{level:g}", *map(show, cells)])
-    return header, rows
-
-
-def ring_distances(ring: Rings, scheme: str) -> dict[float, Spread]:
-    """gamma -> a scheme's distance from centralized over seeds, from alike to heterogeneous."""
-    found = {g: Spread.of([r.summary["distance"] for r in rs]) for (s, g), rs in ring.items() if s == scheme}
-    return dict(sorted(found.items(), reverse=True))
-
-
-def ring_table(ring: Rings) -> tuple[list[str], list[list[str]]]:
-    """Distances from centralized: the header, and a row for each scheme."""
-    levels = sorted({gamma for _, gamma in ring}, reverse=True)
-    rows = []
-    for name, scheme in SCHEMES.items():
-        found = ring_distances(ring, name)
-        if found and name != "centralized":
-            rows.append([scheme.title, *(f"{found[g].mean:.2f}" if g in found else "-" for g in levels)])
-    return ["gamma", *(f"{g:g}" for g in levels)], rows
-
-
-def siege_table(
-    siege: Siege, show: Callable[[Spread | None], str] = percent_or_dash
-) -> tuple[list[str], list[list[str]]]:
-    """Final accuracies in percent: the header, and a row for each scheme undisturbed, attacked, defended."""
-    levels = siege.levels()
-    rows = []
-    for scheme, kind in siege.lines():
-        spreads = [siege.spread(scheme, kind, level) for level in levels]
-        rows.append([f"{scheme}, {kind}", *map(show, spreads)])
-    names = ["iid" if level is None else f"{siege.parameter} {level:g}" for level in levels]
-    return [f"{siege.example.byzantine} x {siege.example.attack}", *names], rows
-
-
-def _shared(config: Run | Ring, ignored: Collection[str | None]) -> tuple[Any, ...]:
+def _shared(run: Run) -> Key:
     """What runs must have in common to be compared."""
-    identity = config.identity()
-    if (
-        isinstance(config, Run)
-        and config.algorithm != "dsgd"
-        and config.weighting == usual(config, "weighting")
-    ):
+    identity: dict[str, Any] = run.identity()
+    if run.algorithm != "dsgd" and run.weighting == usual(run, "weighting"):
         identity.pop("weighting", None)  # it is usual to weigh otherwise where somebody may lie
-    return tuple(sorted((k, str(v)) for k, v in identity.items() if k not in ignored))
+    ignored = {"scheme", "seed", run.heterogeneity()[0], *SETTINGS, *ADVERSARY}
+    own = {f"{kind}'s source": _source(run, kind) for kind in ("dataset", "partition", "model")}
+    return tuple(sorted((k, str(v)) for k, v in {**identity, **own}.items() if k not in ignored))
 
 
-def _order(parameter: str | None) -> int:
-    return {"gamma": 2, "alpha": 1}.get(parameter or "", 0)
+def _source(run: Run, kind: Any) -> str | None:
+    part = run.part(kind)
+    return None if part is None else part.source
 
 
-def _rank(label: str) -> tuple[int, str]:
-    """Where a scheme's label comes: in the order of the table."""
-    titles = [scheme.title for scheme in SCHEMES.values()]
-    return titles.index(label.partition(",")[0]), label
+def _usual(run: Run, name: str) -> Any:
+    return run.rounds // 2 if name == "switch" else usual(run, name)  # pyrefly: ignore
 
 
-def _label(run: Run) -> str:
-    title = SCHEMES[run.scheme].title
-    unusual = run.scheme == "fixbn" and run.switch_step() != run.rounds // 2  # pyrefly: ignore
-    return f"{title}, switch at {run.switch_step()}" if unusual else title
+def _in_words(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        words: Mapping[str, str] = {"calibrate": "calibrated", "recalibrate": "recalibrated"}
+        return words.get(name, name) if value else ""
+    if name == "switch":
+        return f"switch at {value}"
+    return f"no {name}" if value is None else f"{name} {value:g}" if value != "auto" else f"{name} auto"
+
+
+def _order(group: Group) -> tuple[Any, ...]:
+    run = group.example
+    attacks = ["sf", "foe", "alie"]  # in the paper's order
+    attack = attacks.index(run.attack) if run.attack in attacks else len(attacks)
+    parameter = {"gamma": 0, "alpha": 1}.get(group.parameter or "", 2)
+    return run.dataset, parameter, attack, run.attack, -sum(map(len, group.cells.values())), group.key
+
+
+def _rank(line: Line) -> tuple[Any, ...]:
+    """Where a line comes: schemes in the order of their table, undisturbed first, then undefended."""
+    names = list(SCHEMES)
+    conditions = ("", *CALM, NO_DEFENSE)
+    place = conditions.index(line.condition) if line.condition in conditions else len(conditions)
+    scheme = names.index(line.scheme) if line.scheme in names else len(names)
+    settings = (len(line.settings), repr(line.settings))
+    return scheme, line.scheme, settings, str(line.source[:1]), place, line.condition, str(line.source)
