@@ -367,6 +367,34 @@ def test_one_liar_does_not_move_the_robust_statistics(lie):
     assert plain.var.min() > 1e3 * expected.var.max()
 
 
+sent = st.floats(-1e100, 1e100, allow_nan=False)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+@given(seed=seeds, lies=st.lists(st.tuples(sent, sent.map(abs)), min_size=1, max_size=3))
+@settings(max_examples=40)
+def test_each_term_stays_inside_the_honest_hull_whatever_is_sent(rule, seed, lies):
+    """Means, variances and what lies between clients: each goes through the rule, and is the honest ones'."""
+    terms, f = [], len(lies)
+
+    def recorded(rows):
+        out = fbn.defense(rule, f)(rows)
+        terms.append(out)
+        honest = rows[:7]
+        slack = 1e-12 * (1 + honest.abs().max())
+        assert bool((honest.min(0).values - slack <= out).all())
+        assert bool((out <= honest.max(0).values + slack).all())
+        return out
+
+    liars = [{"bn": Moments(8, *(torch.full((3,), x).double() for x in lie))} for lie in lies]
+    updates = [*random_updates(seed, 7, equal=True), *liars]
+    after = merge(one_layer(), updates, aggregator=recorded).statistics["bn"]
+    mean, between, of_variances = terms
+    total = 8 * len(updates)
+    assert torch.equal(after.mean, mean)
+    torch.testing.assert_close(after.var, of_variances + total / ((total - 1) * 0.1) * between)
+
+
 def test_the_aggregator_gets_float64_rows_of_all_layers():
     shared = one_layer(dtype=torch.float32) | {"other": Running(torch.zeros(2), torch.ones(2))}
     updates = [u | {"other": Moments(4, torch.ones(2), torch.ones(2))} for u in random_updates(0, 4)]

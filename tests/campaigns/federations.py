@@ -172,7 +172,7 @@ class _Run:
         text = project.read_text().replace("fbn_app.client_app:app", "fbn_app.campaign:client")
         project.write_text(text.replace("fbn_app.server_app:app", "fbn_app.campaign:server"))
         self.checkpoint = folder / "server.safetensors"
-        self.settings = f"rounds={rounds} min-nodes={NODES} lr=0.01 timeout=40.0 "
+        self.settings = f"rounds={rounds} min-nodes={NODES} lr=0.01 timeout=120.0 "
         self.settings += f"checkpoint='{self.checkpoint}' output='{folder / 'model.safetensors'}'"
 
     def play(self, kills, rng):

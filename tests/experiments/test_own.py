@@ -22,11 +22,13 @@ from fedbatchnorm.experiments import (
     with_own_batch,
     with_shared,
 )
-from fedbatchnorm.experiments.archive import read_archive
+from fedbatchnorm.experiments.archive import gather, read_archive
 from fedbatchnorm.experiments.config import digest, from_json, name_of, read_config, to_json
 from fedbatchnorm.experiments.results import read_result, read_results
 from fedbatchnorm.experiments.runner import run_all
 from fedbatchnorm.experiments.sources import source_hash
+from fedbatchnorm.report.markdown import write_markdown
+from fedbatchnorm.report.page import write_report
 from fedbatchnorm.simulation.schemes import SCHEMES
 from fedbatchnorm.storage.files import DamagedError
 
@@ -92,6 +94,45 @@ def test_a_run_of_nothing_but_own_parts_trains_and_is_read_by_a_process_without_
     assert second.count("(") == 6
     assert "None" not in second
     assert [r.name for r in read_archive(tmp_path / "a.runs.jsonl")] == [path.name]
+
+
+ODD_NAME = "../../x/<b>|`$\\frac{\u00e9" + "y" * 300
+
+
+@pytest.fixture(scope="module")
+def calm_and_besieged(tmp_path_factory):
+    root = tmp_path_factory.mktemp("both")
+    liars = {"byzantine": 1, "attack": "sf", "defense": "median"}
+    run_all([Run(rounds=2, clients=4, **more) for more in ({}, liars)], root)
+    for path in root.iterdir():  # as before there were digests
+        summary = json.loads((path / "summary.json").read_text())
+        kept = {k: v for k, v in summary.items() if k not in ("files", "digest")}
+        (path / "summary.json").write_text(json.dumps(kept))
+    return root
+
+
+@pytest.mark.parametrize("field", ["dataset", "attack", "defense", "partition", "model", "scheme"])
+def test_a_report_of_names_from_elsewhere(tmp_path, calm_and_besieged, field):
+    """They are text: in titles, and in the names of files."""
+    shutil.copytree(calm_and_besieged, tmp_path / "runs")
+    for file in (tmp_path / "runs").glob("*/config.json"):
+        content = json.loads(file.read_text())
+        if field not in ("attack", "defense") or content["byzantine"]:
+            file.write_text(json.dumps(content | {field: ODD_NAME}))
+    found = gather(tmp_path / "runs")
+    assert (len(found[0]), found[1]) == (2, [])
+    page = write_report(tmp_path / "runs", out=tmp_path / "page", found=found)
+    assert "y" * 100 in page.read_text() or field == "partition"
+    write_markdown(tmp_path / "runs", page=tmp_path / "pages" / "page.md", found=found)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "page", "pages"}
+
+
+def test_a_report_of_a_dataset_of_one_s_own(tmp_path):
+    own = {part.kind: part for part in everything().own}
+    runs = [Run(rounds=2, clients=4, model="mlp", dataset=own["dataset"], scheme=own["scheme"])]
+    run_all(runs, tmp_path / "runs")
+    page = write_report(tmp_path / "runs", out=tmp_path / "page")
+    assert "two_clouds" in page.read_text()
 
 
 def test_what_was_read_of_it_cannot_be_changed_unseen(tmp_path):
