@@ -291,7 +291,7 @@ def test_the_demo_shows_what_it_promises(capsys, tmp_path):
     """At gamma 0 FBN is within 1.5 points of centralized training, and naive at least 15 below."""
     status, out, _ = call(capsys, "demo")
     assert status == 0
-    row = re.search(r"^  0  +(.*)$", out[out.index("final test accuracy") :], re.MULTILINE).group(1)
+    row = re.search(r"^ +0  +(.*)$", out[out.index("final test accuracy") :], re.MULTILINE).group(1)
     central, fbn, _, naive = (float(cell) for cell in re.findall(r"([\d.]+) ±", row))
     assert abs(central - fbn) <= 1.5
     assert naive <= central - 15
@@ -299,7 +299,7 @@ def test_the_demo_shows_what_it_promises(capsys, tmp_path):
     page = (tmp_path / "out/demo/report/index.html").read_text()
     for figure in ("Figure 1", "Figure 2", "Figure 3"):
         assert figure in page
-    levels = re.findall(r"^  (\S+)  +[\d.]+ ± ", out, re.MULTILINE)
+    levels = re.findall(r"^ +(\S+)  +[\d.]+ ± ", out, re.MULTILINE)
     assert levels == ["1", "0.1", "0"]
 
 
