@@ -98,7 +98,8 @@ def draw(chart: Chart) -> Figure:
         _DRAW[panel.kind](axis, panel)
         title = _wrapped(_printable(panel.title), 46 if width / columns > 4 else 30)
         axis.set_title(title, pad=8)
-        axis.set_xlabel("\n".join(filter(None, (_printable(panel.x_label), _wrapped(_printable(panel.note), 64)))))
+        below = (_printable(panel.x_label), _wrapped(_printable(panel.note), 64))
+        axis.set_xlabel("\n".join(filter(None, below)))
         axis.set_ylabel(_wrapped(panel.y_label, 40))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
