@@ -127,7 +127,7 @@ def _on_figure3(*parts: Callable[[Study, Group], Part]) -> Judge:
 
 
 def _similar(study: Study, group: Group) -> Part:
-    places = []
+    places: list[Place | None] = []
     for level in (1.0, 0.5, 0.3):
         found = [accuracy(group, one, level) for one in (_CENTRAL, _FBN, _FIXBN, _NAIVE)]
         values = [place.value for place in found if place is not None]
