@@ -127,7 +127,7 @@ def themed(draw: Callable[[Path, dict[str, str]], Figure], colors: dict[str, str
             "svg.hashsalt": "fedbatchnorm",
         }
         with mpl.rc_context(style):
-            return svg(draw(results.parent, colors), standalone=True)
+            return svg(draw(results.parent, colors))
 
     return written
 

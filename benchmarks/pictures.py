@@ -95,7 +95,7 @@ def schemes(results: Path) -> Figure:
 
 
 def _written(draw: Callable[[Path], Figure]) -> Callable[[Path], str]:
-    return lambda results: svg(draw(results), standalone=True)
+    return lambda results: svg(draw(results))
 
 
 PICTURES = {  # picture -> the result file that it needs, and how it is drawn

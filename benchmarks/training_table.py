@@ -402,7 +402,7 @@ def written():
     found = {PAGE: page(PAGE.read_text(encoding="utf-8"))}
     file = RESULTS / "dynamics.json"
     if file.exists():
-        found[IMAGE] = svg(dynamics(json.loads(file.read_text())), standalone=True)
+        found[IMAGE] = svg(dynamics(json.loads(file.read_text())))
     return found
 
 

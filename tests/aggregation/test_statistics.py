@@ -386,7 +386,7 @@ def test_each_term_stays_inside_the_honest_hull_whatever_is_sent(rule, seed, lie
         assert bool((out <= honest.max(0).values + slack).all())
         return out
 
-    liars = [{"bn": Moments(8, *(torch.full((3,), x).double() for x in lie))} for lie in lies]
+    liars = [{"bn": Moments(8, *(torch.full((3,), x, dtype=torch.float64) for x in lie))} for lie in lies]
     updates = [*random_updates(seed, 7, equal=True), *liars]
     after = merge(one_layer(), updates, aggregator=recorded).statistics["bn"]
     mean, between, of_variances = terms

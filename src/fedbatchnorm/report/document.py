@@ -75,6 +75,8 @@ def build(*places: Path, found: Gathered | None = None) -> Document:
     """
     results, left_out = found or gather(*map(Path, places))
     unfinished = [run for place in places if Path(place).is_dir() for run in read_unfinished(Path(place))]
+    finished = {result.name for result in results}
+    unfinished = [run for run in unfinished if run.path.name not in finished]
     unfinished = list({run.path.name: run for run in unfinished}.values())
     if not results and not any(run.metrics for run in unfinished):
         raise ValueError(nothing_in(Path(places[0]), left_out))

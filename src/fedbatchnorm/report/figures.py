@@ -1,4 +1,4 @@
-"""Charts in print, drawn with matplotlib: one style, labels at the lines' ends, text that can be selected."""
+"""Charts in print, drawn with matplotlib: one style, and labels at the lines' ends."""
 
 import functools
 import io
@@ -39,7 +39,7 @@ CLASSES = (
     "#a33f93",
     "#7d7d7d",
 )
-DASHES: tuple[Any, ...] = (
+LINES: tuple[Any, ...] = (
     (0, (6, 2)),
     "-",
     (0, (5, 1, 1, 1)),
@@ -71,7 +71,6 @@ _STYLE: dict[str, Any] = {
     "axes.unicode_minus": False,
     "text.parse_math": False,
     "svg.hashsalt": "fedbatchnorm",
-    "svg.fonttype": "none",
 }
 
 
@@ -99,7 +98,8 @@ def draw(chart: Chart) -> Figure:
         _DRAW[panel.kind](axis, panel)
         title = _wrapped(_printable(panel.title), 46 if width / columns > 4 else 30)
         axis.set_title(title, pad=8)
-        axis.set_xlabel("\n".join(filter(None, (panel.x_label, _wrapped(_printable(panel.note), 64)))))
+        below = (_printable(panel.x_label), _wrapped(_printable(panel.note), 64))
+        axis.set_xlabel("\n".join(filter(None, below)))
         axis.set_ylabel(_wrapped(panel.y_label, 40))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -147,7 +147,7 @@ def _size(panels: list[Panel], columns: int) -> tuple[float, float]:
 def _curves(axis: Axes, panel: Panel) -> None:
     ends = []
     for mark in panel.marks:
-        style = {"color": COLORS[mark.color], "linestyle": DASHES[mark.color]}
+        style = {"color": COLORS[mark.color], "linestyle": LINES[mark.color]}
         width = 1.0 if mark.unfinished else 1.7
         for curve in mark.seeds or []:
             axis.plot(mark.x, curve, linewidth=0.6, alpha=0.45, color=style["color"])
@@ -167,7 +167,7 @@ def _curves(axis: Axes, panel: Panel) -> None:
 
 def _levels(axis: Axes, panel: Panel) -> None:
     for mark in panel.marks:
-        style = {"color": COLORS[mark.color], "linestyle": DASHES[mark.color], "marker": MARKERS[mark.color]}
+        style = {"color": COLORS[mark.color], "linestyle": LINES[mark.color], "marker": MARKERS[mark.color]}
         errors = [sd or 0.0 for sd in mark.sd] if mark.sd else None
         axis.errorbar(mark.x, mark.y, errors, capsize=3, markersize=4.5, linewidth=1.6, **style)
         for x, values in zip(mark.x, mark.dots or [], strict=False):
