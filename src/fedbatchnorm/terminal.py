@@ -100,8 +100,9 @@ def print_table(cells: "DataFrame") -> None:
     console = Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 2))
     numbers = cells.map(lambda cell: cell[:1].isdigit() or cell == "-").all()
-    for name in cells.columns:
-        table.add_column(Text(str(name)), overflow="fold", justify="right" if numbers[name] else "left")
+    for i, name in enumerate(cells.columns):
+        side = "right" if i and numbers[name] else "left"
+        table.add_column(Text(str(name)), overflow="fold", justify=side)
     for row in cells.itertuples(index=False):
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
