@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from flower_table import local_epochs
+from front import PICTURES as FRONT
 from pictures import PICTURES
 from scan_table import which_convert
 
@@ -511,7 +512,7 @@ def written():
     """Every file that comes from the results, and its text."""
     images = {
         ROOT / "docs" / "images" / name: draw(RESULTS)
-        for name, (file, draw) in PICTURES.items()
+        for name, (file, draw) in (PICTURES | FRONT).items()
         if (RESULTS / file).exists()
     }
     return {PAGE: page(), FLOWER: flower_page(), RECIPES: recipes_page()} | images

@@ -15,7 +15,7 @@ MACHINE = {"name": "a machine", "torch": "2.0", "threads": 4}
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("table", "pictures", "flower_table", "scan_table"):
+    for name in ("table", "front", "pictures", "flower_table", "scan_table"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import table
 

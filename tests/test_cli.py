@@ -117,6 +117,8 @@ def test_data_is_described_and_a_split_is_drawn(capsys, tmp_path, name):
         (["report", "."], "holds no finished run"),
         (["data", "kmnist"], "choose from gaussian_ring, digits, cifar10"),
         (["demo", "--seeds", "0"], "seeds is 0"),
+        (["demo", "--seeds", "9" * 20], f"seeds is {'9' * 20}; it must be between 1 and 1000"),
+        (["reproduce", "all", "--seeds", "1001"], "seeds is 1001; it must be between 1 and 1000"),
         (["run", "--defense", "clipping:-1+median"], "defense is 'clipping:-1+median'"),
         (["run", "--defense", "centred_clipping:nan"], "defense is 'centred_clipping:nan'"),
         (["run", "--checkpoint-seconds", "nan"], "checkpoint_seconds is nan; it must be at least 0"),

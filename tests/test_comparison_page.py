@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("comparison_table", "training_table", "table", "pictures", "flower_table", "scan_table"):
+    tables = ("comparison_table", "training_table", "table", "flower_table", "scan_table")
+    for name in (*tables, "front", "pictures"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import comparison_table
 

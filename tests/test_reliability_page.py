@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("reliability_table", "table", "pictures"):
+    for name in ("reliability_table", "table", "front", "pictures"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import reliability_table
 

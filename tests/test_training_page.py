@@ -17,7 +17,7 @@ MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("training_table", "table", "pictures"):
+    for name in ("training_table", "table", "front", "pictures"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import training_table
 

@@ -149,7 +149,7 @@
     const [bottom, left, lines, mark, names] = parts.map((name) => root.append("g").attr("class", name));
     const caption = make("figcaption", {}, make("strong", {}, title), unit ? ` ${unit}` : "");
     const element = make("figure", { class: "fbn-figure" }, caption, root.node());
-    const margin = { left: 38, top: 8, bottom: 34 };
+    const margin = { left: 44, top: 8, bottom: 34 };
     const draw = (width, { series, at, first = 0, top, format }) => {
       const x = d3.scaleLinear([first, first + series[0].values.length - 1], [margin.left, width - room]);
       const y = d3.scaleLinear([0, top], [height - margin.bottom, margin.top]).clamp(true);
@@ -157,7 +157,7 @@
       bottom.attr("transform", `translate(0,${height - margin.bottom})`).call(d3.axisBottom(x).ticks(5).tickSizeOuter(0));
       bottom.selectAll(".fbn-unit").data(["round"]).join("text").attr("class", "fbn-unit").text((d) => d);
       bottom.select(".fbn-unit").attr("x", (margin.left + width - room) / 2).attr("y", 30);
-      left.attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4, format).tickSizeOuter(0));
+      left.attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4).tickFormat(format ?? null).tickSizeOuter(0));
       const path = d3.line((_, i) => x(first + i), (value) => y(value));
       lines.selectAll("path").data(series).join("path").attr("class", (s) => s.kind).attr("d", (s) => path(s.values));
       mark.selectAll("line").data([at]).join("line").attr("x1", x).attr("x2", x).attr("y1", margin.top).attr("y2", height - margin.bottom);

@@ -28,8 +28,10 @@
   /** What is to be said about a scheme as it is now. */
   const verdicts = {
     centralized: ({ mode, off }) => {
-      if (mode === "training") return "What the others should look like: one mean and one variance for everything.";
-      return off ? "Its running statistics are still on the way from where they start, 0 and 1." : "Evaluation does what training did.";
+      if (mode === "training") return "What the others should look like: one mean and one variance for all data.";
+      return off
+        ? "Its running statistics have not yet reached those of the data. They start at mean 0 and variance 1." 
+        : "Evaluation does what training did.";
     },
     naive: ({ mode, now }) => {
       if (mode === "training") {
@@ -37,8 +39,8 @@
         if (now.apart < 0.97) return "The classes blur: each client is centered on itself.";
         return "Clients are alike, so each one's own batch is nearly as good as all of them.";
       }
-      if (now.spread < 1.2) return "Close to training, since clients are alike.";
-      return `Unlike training: the averaged variance lacks the part between clients, and all comes out ${times(now.spread)} too wide.`;
+      if (now.spread < 1.2) return "Close to training, because clients are alike.";
+      return `Unlike training: the averaged variance lacks the part between clients, so everything comes out ${times(now.spread)} too wide.`;
     },
     fixbn: ({ mode, now, round }) => {
       if (round <= model.SWITCH) return verdicts.naive({ mode, now, round });
@@ -46,8 +48,8 @@
       return `The classes stay apart, but ${times(now.spread)} too wide: the frozen variance lacks the part between clients.`;
     },
     fbn: ({ off }) => {
-      if (off) return "The shared statistics are still on the way from where they start, 0 and 1.";
-      return "Close to centralized, in training and in evaluation, with only moments sent.";
+      if (off) return "The shared statistics have not yet reached those of the data. They start at mean 0 and variance 1.";
+      return "Close to centralized, in training and in evaluation. Clients send only counts, means and variances.";
     },
   };
 
@@ -106,6 +108,8 @@
       dragged(k, to.map(limited));
     });
     handle.on("pointerup pointercancel", () => (from = null));
+    // `touch-action: none` is not enough: for a shape inside an SVG, Chromium scrolls the page all the same.
+    circle.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     const arrows = { ArrowLeft: [-0.5, 0], ArrowRight: [0.5, 0], ArrowUp: [0, 0.5], ArrowDown: [0, -0.5] };
     handle.on("keydown", (event) => {
       if (!arrows[event.key]) return;
@@ -138,7 +142,7 @@
     const goal = view.layer.append("circle").attr("class", "fbn-goal");
     const clouds = view.layer.append("g");
     const names = view.layer.append("g");
-    const zoom = view.root.append("text").attr("class", "fbn-zoom").attr("x", 8);
+    const caption = make("p", { class: "fbn-step" });
     const draw = (width, state, now) => {
       const reach = Math.max(3, 2.2 * now.spread);
       view.size(width, reach);
@@ -148,16 +152,16 @@
       const classes = byClass(now.out, state.labels);
       drawClasses(clouds, classes, x, y);
       drawNames(names, classes.map((points) => (points.length ? globalThis.fbnPlay.formulas.measure(points).mean : [0, 0])), x, y);
-      zoom.attr("y", width - 8).text(reach > 3 ? `zoomed out ${(reach / 3).toFixed(1)}×` : "");
+      caption.textContent = reach > 3 ? `after (zoomed out ${(reach / 3).toFixed(1)}×)` : "after";
     };
-    return { node: view.node, draw };
+    return { node: view.node, caption, draw };
   }
 
   /** One scheme: before, after, three numbers, and the variance that it divides by. */
   function schemeCard(card, first, dragged) {
     const before = dataPlane(card, first, dragged);
     const after = outputPlane(card);
-    const numbers = ["Classes told apart", "Spread (should be 1)", "Off from centralized"].map((name) => {
+    const numbers = ["Classes told apart", "Spread (should be 1)", "Distance from centralized"].map((name) => {
       const value = make("dd");
       return { value, row: make("div", {}, make("dt", {}, name), value) };
     });
@@ -171,7 +175,7 @@
       make("p", { class: "fbn-subtitle" }, card.subtitle),
       make("p", { class: "fbn-step" }, "before"),
       before.node,
-      make("p", { class: "fbn-step" }, "after"),
+      after.caption,
       after.node,
       verdict,
       make("dl", {}, ...numbers.map((n) => n.row)),
@@ -197,7 +201,7 @@
   const notes = () => [
     make("strong", {}, "Classes told apart:"), " points that lie nearest to the center of their own class; guessing gives 17%. ",
     make("strong", {}, "Spread:"), " standard deviation of all clients' points after normalization. ",
-    make("strong", {}, "Off from centralized:"), " mean distance of a point from where centralized BatchNorm puts it in training.",
+    make("strong", {}, "Distance from centralized:"), " mean distance of a point from where centralized BatchNorm puts it in training.",
   ];
 
   const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
@@ -225,11 +229,11 @@
     };
     const dragged = (k, to) => change({ centers: settings.centers.map((c, i) => (i === k ? to : c)) });
     const cards = CARDS.map((card, i) => schemeCard(card, i === 0, dragged));
-    const distance = controls.chart({ title: "How far off from centralized, round by round", unit: "(mean distance of the points, in training)" });
+    const distance = controls.chart({ title: "Distance from centralized, round by round", unit: "(mean distance of the points, in training)" });
 
     const own = slider({
       label: "How different clients are:",
-      hint: "of a client's points are of the one class that it holds, the others of any class",
+      hint: "of a client's points belong to its own class; the others belong to any class",
       min: 0, max: 1, step: 0.05, value: settings.own, words: percent, changed: (value) => change({ own: value }),
     });
     const beta = slider({

@@ -72,7 +72,7 @@
       names.selectAll("text").data(apart(lines, at, place)).join("text").attr("class", (l) => `fbn-${l.kind}`).text((l) => l.title);
       names.selectAll("text").attr("x", (l) => l.x).attr("y", (l) => l.y).attr("text-anchor", (l) => l.anchor);
       const notes = [
-        { text: "tells the classes apart →", x: width - 8, y: y(0) + 17, anchor: "end" },
+        { text: "tells the classes apart →", x: width - 8, y: width - 28, anchor: "end" },
         { text: "↑ noise", x: x(0) + 8, y: 16, anchor: "start" },
         { text: "dashed: length at the start", x: 8, y: width - 8, anchor: "start" },
       ];
@@ -116,8 +116,8 @@
 
   const CAUSES = [
     { name: "longer", title: "makes the weights longer (negative: shorter)", note: "the next merge undoes it" },
-    { name: "within", title: "turns them: from what clients see within their own data", note: "no share takes this away" },
-    { name: "between", title: "turns them: from how clients differ", note: "1 − ρ of it is left" },
+    { name: "within", title: "turns them: from what clients see within their own data", note: "no share removes this" },
+    { name: "between", title: "turns them: from how clients differ", note: "a part of 1 − ρ remains" },
   ];
 
   /** What a step is made of, at the same weights, for the three shares: bars to either side of zero. */
@@ -186,7 +186,7 @@
     const knobs = {
       own: slider({
         label: "How different clients are:",
-        hint: "of a client's points are of its own class, the others of either",
+        hint: "of a client's points belong to its own class; the others belong to either class",
         min: 0, max: 1, step: 0.05, value: settings.own, words: percent, changed: (own) => change({ own }),
       }),
       share: slider({
@@ -208,17 +208,17 @@
       reset: () => { change(starting()); for (const [name, knob] of Object.entries(knobs)) knob.set(settings[name]); },
     });
     const [weights, held, steps] = [weightsPlane(), holdings(), stepBars()];
-    const charts = CHARTS.map((c) => ({ ...c, ...chart({ title: c.title, unit: c.unit, height: 150, room: 66 }) }));
+    const charts = CHARTS.map((c) => ({ ...c, ...chart({ title: c.title, unit: c.unit, height: 150, room: 76 }) }));
     const cards = ["zero", "chosen", "one"].map(runCard);
     const left = make("div", { class: "fbn-left" }, make("p", { class: "fbn-cause" }, make("strong", {}, "Where the weights point"), " and how long they are"), weights.node, held.element);
 
     place.append(
-      make("p", { class: "fbn-lead" }, "Four clients train one layer together. To learn is to ", make("strong", {}, "turn"), " the weights, from the noise to the feature that tells the classes apart. Growing ", make("strong", {}, "longer"), " achieves nothing: the next merge of the statistics divides it out."),
+      make("p", { class: "fbn-lead" }, "Four clients train one layer together. Learning means that the weights ", make("strong", {}, "turn"), ", from the noise to the feature that tells the classes apart. If they only grow ", make("strong", {}, "longer"), ", nothing is gained: the next merge of the statistics divides the length out."),
       make("div", { class: "fbn-controls" }, presets.element, knobs.own.element, knobs.share.element),
       make("div", { class: "fbn-cards fbn-three" }, ...cards.map((card) => card.element)),
       make("div", { class: "fbn-two" }, left, make("div", {}, ...charts.map((c) => c.element))),
       make("div", { class: "fbn-controls" }, rounds.element, knobs.rate.element, knobs.steps.element),
-      make("p", { class: "fbn-heading" }, make("strong", {}, "What one step is made of, at the weights of your choice"), " in percent of FBN's whole gradient there"),
+      make("p", { class: "fbn-heading" }, make("strong", {}, "What one step consists of, at the weights of your choice of ρ"), ", in percent of the whole gradient of FBN there"),
       steps.element,
       make("p", { class: "fbn-note" }, ...notes()),
     );
@@ -244,9 +244,9 @@
   }
 
   const notes = () => [
-    make("strong", {}, "The model:"), " x = ⟨w, point⟩, y = (x − m)/s with the shared mean and deviation as constants, class by the sign of y. " +
-    "Backward, dx = (1/s)(g − ρ [mean(g) + b·mean(g·b)]), where b is the client's batch normalized by itself. SGD with momentum 0.9, made anew in every round; the statistics start " +
-    "from the data's own. ", make("strong", {}, "What it leaves out:"), " in this small model longer weights only slow learning down. In a network with several layers, " +
+    make("strong", {}, "The model:"), " x = ⟨w, point⟩, y = (x − m)/s with the shared mean and standard deviation as constants; the sign of y is the predicted class. " +
+    "Backward, dx = (1/s)(g − ρ [mean(g) + b·mean(g·b)]), where b is the client's batch normalized by itself. SGD with momentum 0.9, reset in every round; the statistics start " +
+    "from those of the data. ", make("strong", {}, "What it leaves out:"), " in this small model, longer weights only slow learning down. In a network with several layers, " +
     "they also change what the layers above receive, and training can diverge. In the library the share follows the drift, layer by layer.",
   ];
 

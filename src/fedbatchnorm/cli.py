@@ -1,5 +1,7 @@
 """The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
 
+import importlib.util
+import io
 import math
 import signal
 import sys
@@ -8,11 +10,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 try:
     import tyro
-    from tqdm import tqdm
+
+    for needed in ("pandas", "pydantic", "rich", "tomli_w"):
+        if importlib.util.find_spec(needed) is None:
+            raise ImportError(name=needed)
 except ImportError as error:
     how = "pip install 'PATH[experiments]', where PATH is the folder of fedbatchnorm's source"
     sys.exit(f"the command needs {error.name}: {how}")
@@ -24,19 +29,22 @@ from .aggregation.attacks import ATTACKS
 from .aggregation.mixing import MIXING
 from .data import cifar10, datasets, mnist, partition
 from .experiments import catalogue
-from .experiments.archive import SUFFIX, gather, nothing_in, write_archive
+from .experiments.archive import SUFFIX, Gathered, gather, nothing_in, write_archive
 from .experiments.config import USUAL, Run, describe, digest
 from .experiments.environment import choose_device, describe_device
+from .experiments.outcome import divergence
+from .experiments.progress import Progress
 from .experiments.results import LeftOut, read_results
-from .experiments.runner import Options, Stopped, Watcher, run_all
+from .experiments.runner import Options, Stopped, run_all
 from .simulation.models import MODELS
 from .simulation.recipe import Precision, stream
 from .simulation.ring import Ring
 from .simulation.schemes import SCHEMES
 from .simulation.simulator import Engine
-from .storage.files import BusyError
-from .terminal import patient_streams
+from .storage.files import BusyError, write_bytes
+from .terminal import patient_streams, print_table
 
+_SEEDS = 1000  # more are a mistake, and their configurations alone would fill the memory
 _NAMED = 20  # runs that are left out, at most, by name
 _NO_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
 
@@ -65,42 +73,15 @@ class Where:
     """No progress bar. There is none either when the output is not a terminal."""
 
 
-class Bar(Watcher):
-    """A progress bar over all runs: what is running, its accuracy, and the time left."""
+@dataclass(frozen=True, kw_only=True)
+class SettingsFile:
+    """A file that has what flags have, to keep and to share: not part of a run's name."""
 
-    def __init__(self, configs: list[Run | Ring], quiet: bool):
-        self.quiet = quiet or not sys.stderr.isatty()
-        total = sum(config.rounds or 0 for config in configs)
-        self.bar = tqdm(total=total, unit="round", disable=self.quiet, smoothing=0.05, dynamic_ncols=True)
-        self.runs, self.done, self.skipped, self.left = len(configs), 0, 0, 0
-
-    def begin(self, config: Run | Ring, step: int) -> None:
-        """Show which run is on."""
-        self.done += 1
-        self.bar.set_description(f"{self.done}/{self.runs} {describe(config)}")
-        self.bar.set_postfix_str("")
-        self.bar.total -= step  # what an earlier session did says nothing about the time left
-
-    def advance(self, rounds: int, metrics: dict[str, Any] | None) -> None:
-        """Move on, and show the accuracy when there is a new one."""
-        if metrics is not None:
-            self.bar.set_postfix_str(f"accuracy {100 * metrics['accuracy']:.1f}%")
-        self.bar.update(rounds)
-
-    def skip(self, config: Run | Ring) -> None:
-        """A run was finished before."""
-        self.done += 1
-        self.skipped += 1
-        self.bar.total -= config.rounds or 0
-
-    def leave(self, config: Run | Ring) -> None:
-        """Another process is at a run."""
-        self.left += 1
-        self.bar.total -= config.rounds or 0
-
-    def stopping(self) -> None:
-        """Say that the first Ctrl-C was heard."""
-        print("\nstopping after this round (again to stop at once)", file=sys.stderr)
+    config: Path | None = None
+    """Read settings from this TOML file, with a value or a list for each; flags that are given, too, count
+    instead."""
+    write_config: Path | None = None
+    """Write the settings to this new TOML file, with all others as comments, and run nothing."""
 
 
 def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> None:
@@ -115,7 +96,7 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
         out: folder of the runs and the report.
         quiet: no progress bar.
     """
-    configs = catalogue.demo(_at_least_one("seeds", seeds))
+    configs = catalogue.demo(_check_seeds(seeds))
     _run(configs, Where(out=out, device="cpu", quiet=quiet))
     missing = _tables([out], configs)
     print(
@@ -134,22 +115,51 @@ def run(
     normalization: flags.Normalization,
     byzantine_clients: flags.ByzantineClients,
     where_to_run: Where,
+    settings_file: SettingsFile,
 ) -> None:
-    """Train one federation, from the first round to the last.
+    """Train federations, from the first round to the last: one, or every combination of a grid.
 
-    Interrupt it with Ctrl-C and run the same command again: it continues where it was, to the same
-    result. A finished run is not run again.
+    A flag of a run takes several values, separated by commas; 0..4 is 0,1,2,3,4. Interrupt with Ctrl-C and
+    run the same command again: it continues where it was, to the same result. Finished runs are not run
+    again. Several processes with the same --out share a grid.
 
     Example: fedbatchnorm run --dataset cifar10 --scheme fbn --partition gamma --gamma 0 --seed 0
 
+    Example: fedbatchnorm run --scheme fbn,naive --gamma 0,0.1,1 --seed 0..4
+
     Example: fedbatchnorm run --algorithm fedavg --local-epochs 1 --clients 100 --cohort 10 --clip 1
+
+    Example: fedbatchnorm run --scheme fbn,naive --seed 0..4 --write-config run.toml
+
+    Example: fedbatchnorm run --config run.toml --out elsewhere
+
+    Example: fedbatchnorm run --scheme fbn,my_file:my_scheme
     """
     where = where_to_run
-    config = flags.run_of(model_and_data, federation, training, normalization, byzantine_clients)
-    if ":" in (config.model or ""):
-        sys.path.append(str(Path.cwd()))  # for a model of the user's own
-    _run([config], where)
-    results, left_out = read_results(where.out / digest(config))
+    given = flags.given(model_and_data, federation, training, normalization, byzantine_clients)
+    if settings_file.config is not None:
+        given = flags.read_toml(settings_file.config) | given
+    sys.path.append(str(Path.cwd()))  # for what is the user's own
+    configs = flags.runs_of(given)
+    if settings_file.write_config is not None:
+        file = settings_file.write_config
+        flags.write_toml(file, given)
+        print(f"{_count(len(configs))} described in {file}: fedbatchnorm run --config {file}")
+        return
+    _run(configs, where, share=len(configs) > 1)
+    missing = 0
+    if len(configs) == 1:
+        _conclude(where, digest(configs[0]))
+    else:
+        missing = _tables([where.out], configs)
+        print(f"\nrun folders: {where.out}")
+    print(f"figures and tables: fedbatchnorm report {where.out}")
+    _expect_none(missing, len(configs))
+
+
+def _conclude(where: Where, name: str) -> None:
+    """What came out of a run."""
+    results, left_out = read_results(where.out / name)
     if not results:
         raise ValueError(
             f"{left_out[0].place} is {left_out[0].why}" if left_out else f"{where.out} has lost the run"
@@ -159,8 +169,9 @@ def run(
     if "client_accuracy" in summary:
         own = 100 * summary["client_accuracy"]
         print(f"clients with their own models, on test data split as theirs: {own:.2f}% on average")
-    print(f"run folder: {where.out / digest(config)}")
-    print(f"figures and tables: fedbatchnorm report {where.out}")
+    if divergence(results[0]):
+        print(divergence(results[0]))
+    print(f"run folder: {where.out / name}")
 
 
 def reproduce(
@@ -191,7 +202,7 @@ def reproduce(
         raise ValueError(
             f"figure {unknown[0]!r} is not known; choose from {', '.join(catalogue.FIGURES)}, all"
         )
-    seeds = _at_least_one("seeds", seeds)
+    seeds = _check_seeds(seeds)
     configs = catalogue.unique(c for name in names for c in catalogue.FIGURES[name].runs(scale, seeds))
     configs = [replace(c, precision=precision) if isinstance(c, Run) else c for c in configs]
     places = [where.out] if known is None else [where.out, known]
@@ -206,24 +217,33 @@ def report(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path | None = None,
     markdown: Path | None = None,
+    csv: Path | None = None,
+    csv_curves: Path | None = None,
     allow_damaged: bool = False,
 ) -> None:
-    """Draw figures and one HTML page from finished runs.
+    """Draw figures and one HTML page from finished runs, or write them as a table.
 
     Example: fedbatchnorm report runs
+    Example: fedbatchnorm report runs --csv runs.csv
     Example: fedbatchnorm report results --markdown docs/reproduction.md
 
     Args:
         runs: folders that were given as --out, or files made by `collect`.
         out: where the page and the figures go; RUNS/report if not given.
         markdown: write a Markdown page here in place of the HTML page, its figures in a folder beside it.
+        csv: write a table here in place of the page: a row for each run, with every setting.
+        csv_curves: write a table here in place of the page: a row for each evaluation of each run.
         allow_damaged: exit with status 0 although runs are left out that are damaged or not finished.
     """
     if not runs:
         raise ValueError("give a folder of runs, or a file made by `fedbatchnorm collect`")
     _check_places(runs)
     found = gather(*runs)
-    if markdown is None:
+    if csv is not None or csv_curves is not None:
+        if markdown is not None:
+            raise ValueError("markdown and csv are both given; give one of them")
+        _write_csv(found, runs[0], csv, csv_curves)
+    elif markdown is None:
         from .report.page import write_report
 
         print(f"report: {write_report(*runs, out=out, found=found)}")
@@ -232,6 +252,18 @@ def report(
 
         print(write_markdown(*runs, page=markdown, found=found))
     _name(found[1], allow_damaged)
+
+
+def _write_csv(found: Gathered, place: Path, runs: Path | None, curves: Path | None) -> None:
+    from .experiments.table import Results, in_order
+
+    if not found[0]:
+        raise ValueError(nothing_in(place, found[1]))
+    results = Results(in_order(found[0]))
+    if runs is not None:
+        print(f"{results.to_csv(runs)}: {_count(len(results))}")
+    if curves is not None:
+        print(f"{results.to_csv(curves, curves=True)}: {_count(len(results))}, a row for each evaluation")
 
 
 def collect(
@@ -250,8 +282,14 @@ def collect(
     results, left_out = gather(runs)
     if not results:
         raise ValueError(nothing_in(runs, left_out))
-    whole, new = write_archive(file, results)
     rings = sum(isinstance(result.config, Ring) for result in results)
+    if rings == len(results):
+        _name(left_out, allowed=True)
+        raise ValueError(
+            f"{runs} holds no finished training run: nothing is collected; those on the ring stay in their "
+            "folders, with their points"
+        )
+    whole, new = write_archive(file, results)
     stay = f"; {rings} on the ring stay in their folders, with their points" if rings else ""
     print(f"{file}: {whole} runs, {new} of them new{stay}")
     _name(left_out, allow_damaged)
@@ -319,7 +357,9 @@ def data(
     title = split if parameter is None else f"{partition.PARTITIONS[split].parameter} = {parameter:g}"
     picture = holdings_figure({"samples": held.tolist(), "classes": loaded.classes}, f"{dataset}, {title}")
     plot.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(plot, dpi=150)
+    image = io.BytesIO()
+    picture.savefig(image, dpi=150, format=plot.suffix.removeprefix(".") or "png")
+    write_bytes(plot, image.getvalue())
     sizes = held.sum(1)
     print(
         f"clients hold {sizes.min()} to {sizes.max()} samples of {(held > 0).sum(1).min()} to "
@@ -387,6 +427,9 @@ def _command(arguments: list[str]) -> None:
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )
+    except flags.WrongFlagError as error:
+        print(f"error: {error} (see fedbatchnorm run --help)", file=sys.stderr)
+        sys.exit(2)
     except (ValueError, ImportError, cifar10.DataError, BusyError, IncompleteError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -412,28 +455,38 @@ def _command(arguments: list[str]) -> None:
         warnings.formatwarning = usual
 
 
-def _run(configs: list[Run | Ring], where: Where, share: bool = False, known: Sequence[Path] = ()) -> None:
+def _run(
+    configs: Sequence[Run | Ring], where: Where, share: bool = False, known: Sequence[Path] = ()
+) -> None:
     seconds = where.checkpoint_seconds
     if not 0 <= seconds <= math.inf:
         raise ValueError(f"checkpoint_seconds is {seconds}; it must be at least 0")
     device = choose_device(where.device)
     start = time.monotonic()
-    runs = f"{len(configs)} runs" if len(configs) > 1 else "1 run"
-    print(f"{runs} on {describe_device(device)}, in {where.out}", flush=True)
-    bar = Bar(configs, where.quiet)
-    try:
-        options = Options(device, where.data_dir, where.checkpoint_seconds, bar, signals=True)
-        elsewhere, left_out = gather(*known)
-        _name(left_out, allowed=True)
-        names = frozenset(result.name for result in elsewhere)
-        options = options._replace(engine=where.engine, share=share, known=names)
+    print(f"{_count(len(configs))} on {describe_device(device)}, in {where.out}", flush=True)
+    elsewhere, left_out = gather(*known)
+    _name(left_out, allowed=True)
+    with Progress(len(configs), not where.quiet) as progress:
+        progress.expect(configs)
+        options = Options(
+            device,
+            where.data_dir,
+            where.checkpoint_seconds,
+            progress,
+            signals=True,
+            engine=where.engine,
+            share=share,
+            known=frozenset(result.name for result in elsewhere),
+        )
         run_all(configs, where.out, options)
-    finally:
-        bar.bar.close()
-    again = f", {bar.skipped} of them finished before" if bar.skipped else ""
+    again = f", {progress.skipped} of them finished before" if progress.skipped else ""
     print(f"done in {time.monotonic() - start:.0f} s{again}")
-    if bar.left:
-        print(f"{bar.left} of them are still being run by other processes: what follows is without these")
+    if progress.left:
+        print(f"{len(progress.left)} of them are still being run by other processes: what follows is without")
+
+
+def _count(runs: int) -> str:
+    return f"{runs} run{'' if runs == 1 else 's'}"
 
 
 def _name(left_out: list[LeftOut], allowed: bool) -> None:
@@ -459,34 +512,20 @@ def _check_places(places: Iterable[Path]) -> None:
 
 
 def _tables(places: Iterable[Path], configs: Iterable[Run | Ring]) -> int:
-    """Final accuracies of these runs, as plain text; returns how many have no result."""
-    from .report.groups import comparisons, final_table, ring_table, rings, siege_table, sieges
+    """Final accuracies of these runs as tables; returns how many have no result."""
+    from .experiments.table import Results, in_order, tables
 
-    wanted = {digest(config) for config in configs}
+    order = {digest(config): i for i, config in enumerate(configs)}
     found, left_out = gather(*places)
-    _name(left_out, allowed=True)
-    results = [r for r in found if r.name in wanted]
-    for ring in rings(results):
-        print("\nGaussian ring: mean distance of the normalized points from the centralized ones")
-        _print_table(*ring_table(ring))
-    for group in comparisons(results):
-        print(f"\n{group.title()}: final test accuracy (%), mean ± sd over seeds")
-        _print_table(*final_table(group))
-    for siege in sieges(results):
-        run = siege.example
-        print(f"\n{run.dataset}, {run.byzantine} of {run.clients} clients lie: final test accuracy (%)")
-        _print_table(*siege_table(siege))
-    return len(wanted) - len(results)
-
-
-def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        first, *rest = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  " + "   ".join([first, *rest]))
+    _name([left for left in left_out if left.kind != "unfinished"], allowed=True)
+    results = [r for r in found if r.name in order]
+    for title, cells in tables(Results(in_order(results))):
+        print(f"\n{title}")
+        print_table(cells)
+    for result in results:
+        if divergence(result):
+            print(f"{describe(result.config)}: {divergence(result)}")
+    return len(order) - len(results)
 
 
 def _print_names(title: str, lines: dict[str, str]) -> None:
@@ -502,7 +541,7 @@ def _report(places: Iterable[Path], out: Path | None = None) -> None:
     print(f"\nreport: {write_report(*places, out=out)}")
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
-    return value
+def _check_seeds(seeds: int) -> int:
+    if not 1 <= seeds <= _SEEDS:
+        raise ValueError(f"seeds is {seeds}; it must be between 1 and {_SEEDS}")
+    return seeds

@@ -1,11 +1,14 @@
-"""Standard streams that cannot stop the work: closed, full, gone, or without a character that is printed."""
+"""Standard streams that cannot stop the work: closed, full, gone, or without a character; tables on them."""
 
 import contextlib
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _PLAIN = str.maketrans({"±": "+-", "“": '"', "”": '"', "…": "...", "→": "->", "•": "*"})
 _PLAIN |= dict.fromkeys(map(ord, "╭╮╰╯├┤┬┴┼┌┐└┘"), "+") | {ord("─"): "-", ord("│"): "|"}
@@ -81,3 +84,24 @@ def patient_streams() -> Iterator[Patient]:
         for stream, own in zip((out, err), before, strict=True):
             if own is None:
                 stream.stream.close()
+
+
+_WIDE = 1000  # columns of what is no terminal: a table in a file is not folded
+
+
+def print_table(cells: "DataFrame") -> None:
+    """A table on the standard output; on a narrow terminal long cells are folded, never cut."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    stream = sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 2))
+    numbers = cells.map(lambda cell: cell[:1].isdigit() or cell == "-").all()
+    for name in cells.columns:
+        table.add_column(Text(str(name)), overflow="fold", justify="right" if numbers[name] else "left")
+    for row in cells.itertuples(index=False):
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)

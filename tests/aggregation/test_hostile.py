@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,12 +214,20 @@ def test_a_layer_without_channels(aggregator):
             assert torch.equal(after["a"].mean, alone.statistics["a"].mean)
 
 
+def breaks_off():
+    yield honest()[0]
+    raise OSError("the connection is gone")
+
+
 WRONG = [
     ("shared", None),
     ("shared", [1, 2]),
     ("shared", {1: SHARED["a"]}),
     ("shared", {"a": "x"}),
     ("updates", 7),
+    ("updates", torch.tensor(1.0)),
+    ("updates", torch.ones(2, 2)),
+    ("updates", breaks_off()),
     ("momentum", "0.1"),
     ("momentum", [0.1]),
     ("momentum", 10**5000),
@@ -235,6 +244,7 @@ WRONG = [
     ("aggregator", "median"),
     ("aggregator", lambda rows: "median"),
     ("aggregator", lambda rows: object()),
+    ("aggregator", lambda rows: 10**400),
     ("quorum", "1"),
     ("quorum", None),
     ("quorum", 10**5000 * -1),
@@ -249,6 +259,7 @@ WRONG = [
     ("checks", None),
     ("checks", 3),
     ("checks", [{}]),
+    ("checks", [np.zeros(2)]),
 ]
 
 

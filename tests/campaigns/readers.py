@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 import fedbatchnorm as fbn
 from fedbatchnorm.adapters import checkpoint as server
+from fedbatchnorm.adapters.memory import plain_state
 from fedbatchnorm.experiments import folder as folders
 from fedbatchnorm.experiments.archive import gather, write_archive
 from fedbatchnorm.experiments.config import Run
@@ -202,7 +203,7 @@ def _forge(file, rng):
 def server_checkpoints(count, rng, place):
     """A Flower server's checkpoint: what was written, or a `ValueError` that names the file."""
     arrays = ArrayRecord({"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)})
-    file, first = place / "server.safetensors", server.plain_state(FedAdam())
+    file, first = place / "server.safetensors", plain_state(FedAdam())
     strategy = FedAdam()
     strategy.m_t, strategy.eta = [np.ones(3), np.ones((2, 3))], 0.25
     server.write_checkpoint(file, strategy, arrays, 3, first)

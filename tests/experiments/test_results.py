@@ -292,6 +292,40 @@ def test_nothing_but_damage_is_an_error_and_writes_no_file(runs, tmp_path, capsy
     assert not (tmp_path / "a.runs.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        (["report", "runs"], "runs/report"),
+        (["report", "runs", "--markdown", "pages/page.md"], "pages"),
+        (["data", "digits", "--split", "iid", "--plot", "plots/x.png"], "plots"),
+    ],
+    ids=["page", "markdown", "data"],
+)
+def test_links_with_the_names_of_pages_and_pictures_are_not_followed(
+    runs, tmp_path, monkeypatch, command, folder
+):
+    monkeypatch.chdir(tmp_path)
+    assert call(*command) == 0
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    written = {path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file()}
+    for path in written:
+        path.unlink()
+        path.symlink_to(victim)
+    assert call(*command) == 0
+    assert victim.read_text() == "precious"
+    assert {path: path.read_bytes() for path in written} == written
+
+
+def test_a_folder_without_training_runs_is_not_collected_into_an_empty_file(runs, tmp_path, capsys):
+    (runs / digest(RUN) / "summary.json").write_text("{")
+    assert call("collect", runs, tmp_path / "a.runs.jsonl") == 1
+    err = capsys.readouterr().err
+    assert f"left out: {runs / digest(RUN)}: damaged" in err
+    assert "holds no finished training run: nothing is collected; those on the ring stay" in err
+    assert not (tmp_path / "a.runs.jsonl").exists()
+
+
 def test_runs_that_differ_in_what_they_do_not_use_are_one(runs, tmp_path):
     other = tmp_path / "other" / digest(RUN)
     shutil.copytree(runs / digest(RUN), other)

@@ -51,6 +51,7 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.value("try { localStorage.clear() } catch {}")  # a site keeps the colors chosen before
         self.console.clear()
         self.asked.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())

@@ -131,7 +131,7 @@ def _aggregate(aggregator: Aggregator, rows: Tensor) -> Tensor:
         raise ValueError("aggregator: returned None in place of a result; the statistics are unchanged")
     try:
         result = torch.as_tensor(result, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"aggregator: returned a {type(result).__name__}, not numbers") from error
     if result.shape != rows.shape[1:]:
         raise ValueError(

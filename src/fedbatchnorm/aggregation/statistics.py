@@ -221,11 +221,12 @@ def _clients(updates) -> dict[Hashable, Any]:
     )
     if isinstance(updates, Update) or single:
         raise ValueError("updates: this is one update; give a list of them, or client id -> update")
-    if isinstance(updates, Mapping):
-        return dict(updates)
-    if not isinstance(updates, Iterable):
+    if not isinstance(updates, Iterable) or isinstance(updates, Tensor):
         raise ValueError(f"updates: expected a list or client id -> update, got {type(updates).__name__}")
-    return dict(enumerate(updates))
+    try:
+        return dict(updates) if isinstance(updates, Mapping) else dict(enumerate(updates))
+    except Exception as error:  # of an iterator of the caller's
+        raise ValueError(f"updates: it cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _check_arguments(shared, momentum, quorum, aggregator) -> None:

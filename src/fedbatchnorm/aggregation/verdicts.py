@@ -318,7 +318,7 @@ def _duplicates(
 def _all_in(names: Collection, known: Collection) -> bool:
     try:
         return all(name in known for name in names)
-    except TypeError:  # not hashable, and so not the name of anything
+    except (TypeError, ValueError):  # not hashable, or an array, and so not the name of anything
         return False
 
 

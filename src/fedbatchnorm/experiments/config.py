@@ -26,7 +26,7 @@ from ..simulation.rules import Must, annotations, refusal
 from ..simulation.schemes import SCHEMES
 from ..storage.values import shown
 from .parts import KINDS as PARTS
-from .parts import Kind, Part, as_part, is_known, names_of, row_of, scheme_uses
+from .parts import SCHEME_SETTINGS, Kind, Part, as_part, is_known, names_of, row_of, scheme_uses
 from .sources import file_hash, module_file
 
 _FORMAT = 1  # raised when the same configuration would no longer give the same result
@@ -183,29 +183,40 @@ class Run(Recipe):
             return part.uses or ()
         return super().targets_struck()
 
-    def identity(self) -> dict[str, object]:
-        """The fields that determine the result: what this partition and scheme do not use is left out."""
+    def unused(self) -> set[str]:
+        """The fields that make no difference here: this scheme, partition, schedule, ... take no notice.
+
+        Example:
+            >>> sorted(Run(scheme="groupnorm").unused() & {"alpha", "gradient", "groups"})
+            ['alpha', 'gradient']
+        """
         split, part = self.part("partition"), self.part("scheme")
         known = split is None or split.uses is not None
-        unused = {"gamma", "alpha"} - {self.heterogeneity()[0]} if known else set()
-        unused |= {"own"} | {name for name in LATER if getattr(self, name) == usual(self, name)}
+        found = {"gamma", "alpha"} - {self.heterogeneity()[0]} if known else set()
         takes = scheme_uses(SCHEMES[self.scheme], self.scheme) if part is None else part.uses
-        uses = {name: takes is None or name in takes for name in ("calibrate", "recalibrate", "groups")}
-        uses |= {name: takes is None or name in takes for name in ("gradient", "limit", "blend")}
-        uses |= {"decay": self.schedule == "exponential", "server_momentum": self.server != "mean"}
+        found |= set() if takes is None else {*SCHEME_SETTINGS} - {*takes}
+        uses = {"decay": self.schedule == "exponential", "server_momentum": self.server != "mean"}
         if self.algorithm == "fedavg":
             moving = self.optimizer == "sgd" and self.momentum != 0
             uses |= {"momentum": self.optimizer == "sgd", "momentum_kind": moving}
             uses |= {"local_state": moving or self.optimizer == "adam"}
-            uses |= {"beta": takes is None or "beta" in takes}
-        unused |= {name for name, used in uses.items() if not used}
+        found |= {name for name, used in uses.items() if not used}
+        return found | ({*ADVERSARY} if self.is_plain() else set())
+
+    def identity(self) -> dict[str, object]:
+        """The fields that determine the result: what makes no difference, or is as it always was, is left
+        out."""
+        unused, split = self.unused(), self.part("partition")
+        left_out = unused | {"own"} | {name for name in LATER if getattr(self, name) == usual(self, name)}
+        left_out -= {"switch"} | (
+            {"beta"} if self.algorithm == "dsgd" else set()
+        )  # these were in names always
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        found["switch"] = self.switch_step() if takes is None or "switch" in takes else None
-        if self.is_plain():
-            unused |= {*ADVERSARY}
-        else:
+        found["switch"] = None if "switch" in unused else self.switch_step()
+        if not self.is_plain():
             found["targets"] = "+".join(self.targets_struck())
-        return {k: v for k, v in found.items() if k not in unused} | dict(split.parameters if split else ())
+        kept = {name: value for name, value in found.items() if name not in left_out}
+        return kept | dict(split.parameters if split else ())
 
 
 def _usual_settings(given: dict[str, Any]) -> dict[str, Any]:

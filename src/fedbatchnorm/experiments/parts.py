@@ -42,6 +42,8 @@ _TABLES: dict[Kind, tuple[Mapping[str, Any], ...]] = {
 }
 # What the package has: a row that somebody adds at run time is theirs.
 _SHIPPED = {kind: frozenset(name for table in tables for name in table) for kind, tables in _TABLES.items()}
+# The fields of a run that not every scheme takes.
+SCHEME_SETTINGS = ("beta", "blend", "calibrate", "gradient", "groups", "limit", "recalibrate", "switch")
 # What goes with the package's ways to share.
 _AS_SHARED: dict[Any, dict[str, Any]] = {
     average: {"merge_rows": average_rows, "pooled": False},

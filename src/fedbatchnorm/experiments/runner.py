@@ -23,7 +23,7 @@ from ..storage.files import BusyError, DamagedError, read_bytes
 from ..storage.values import parse
 from . import checks
 from .config import Run, describe
-from .environment import environment
+from .environment import commit, environment
 from .folder import RunFolder
 
 
@@ -34,13 +34,28 @@ class Stopped(Exception):  # noqa: N818 (not an error)
 
 
 class Watcher:
-    """Told what happens, for progress bars and logs; this one says nothing."""
+    """Told what happens, for progress bars and logs; this one says nothing.
+
+    Between `begin` and `end` all is about that one run. For a callback of your own, override what you need.
+
+    Example:
+        >>> class Printer(Watcher):
+        ...     def end(self, config, summary):
+        ...         print(config.scheme, summary["round"])
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     _ = run_all([Run(rounds=2)], Path(out), Options(watcher=Printer()))
+        fbn 2
+    """
 
     def begin(self, config: Run | Ring, step: int) -> None:
         """A run starts, or goes on after `step` rounds."""
 
     def advance(self, rounds: int, metrics: dict[str, Any] | None) -> None:
         """So many rounds are done; metrics if there was an evaluation."""
+
+    def end(self, config: Run | Ring, summary: dict[str, Any] | None) -> None:
+        """The run that began is over: its summary, or None if it was stopped or failed."""
 
     def skip(self, config: Run | Ring) -> None:
         """A run was finished before."""
@@ -50,6 +65,43 @@ class Watcher:
 
     def stopping(self) -> None:
         """The user asked to stop; the round that is running comes to its end first."""
+
+
+class Watchers(Watcher):
+    """Several that are told the same, in order."""
+
+    def __init__(self, watchers: Iterable[Watcher]):
+        self._all = tuple(watchers)
+
+    def begin(self, config: Run | Ring, step: int) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.begin(config, step)
+
+    def advance(self, rounds: int, metrics: dict[str, Any] | None) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.advance(rounds, metrics)
+
+    def end(self, config: Run | Ring, summary: dict[str, Any] | None) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.end(config, summary)
+
+    def skip(self, config: Run | Ring) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.skip(config)
+
+    def leave(self, config: Run | Ring) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.leave(config)
+
+    def stopping(self) -> None:
+        """As of a `Watcher`."""
+        for watcher in self._all:
+            watcher.stopping()
 
 
 class Options(NamedTuple):
@@ -94,6 +146,7 @@ def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bo
         return False
     # Set up before there is a folder: what cannot start leaves none.
     work = _ring(config) if isinstance(config, Ring) else _training(config, options)
+    commit()  # asks git once: a child of a process that is killed would go on holding the folder's lock
     try:
         with folder.open():
             if folder.finished():  # by another process, in the meantime
@@ -164,8 +217,21 @@ def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], N
         folder.write_json("holdings.json", held)
         with _listening(options) as asked:
             _train(config, simulation, folder, options, asked)
+            if asked:
+                _stop(f"stopped after {describe(config)}", asked)
 
     return work
+
+
+@contextlib.contextmanager
+def _watched(config: Run | Ring, watcher: Watcher, step: int) -> Iterator[dict[str, Any]]:
+    """A run that began has an end, whatever happens to it; its summary goes into what this gives."""
+    summary: dict[str, Any] = {}
+    watcher.begin(config, step)
+    try:
+        yield summary
+    finally:
+        watcher.end(config, summary or None)
 
 
 def _train(
@@ -173,39 +239,44 @@ def _train(
 ) -> None:
     """Train to the end, from the last checkpoint if there is one."""
     loss = torch.zeros((), device=options.device)  # of the rounds since the last evaluation
-    before = 0.0
-    saved = folder.restore()
-    if saved is not None:
-        try:
-            loss.copy_(saved.tensors.pop("loss"))
-            simulation.load_state(saved.tensors, saved.step)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DamagedError(
-                f"{folder.path}: its checkpoint does not fit ({error}): delete the folder to start anew"
-            ) from None
-        before = saved.seconds
+    before = _restore(simulation, folder, loss)
     _note_environment(folder, options.device, simulation.step)
-    options.watcher.begin(config, simulation.step)
     start = saved_at = time.monotonic()
     rounds = simulation.recipe.rounds
-    while simulation.step < rounds:
-        loss += simulation.round()
-        metrics = None
-        if simulation.step % config.evaluate_every == 0 or simulation.step == rounds:  # pyrefly: ignore
-            metrics = _evaluate(simulation, config, loss) | {"seconds": before + time.monotonic() - start}
-            folder.append(metrics)
-            loss.zero_()
-        options.watcher.advance(1, metrics)
-        now = time.monotonic()
-        stop = bool(options.stop() or asked) and simulation.step < rounds
-        if stop or now - saved_at > options.checkpoint_seconds:
-            folder.save_checkpoint(simulation.state() | {"loss": loss}, simulation.step, before + now - start)
-            saved_at = now
-        if stop:
-            _stop(f"stopped at round {simulation.step} of {rounds} ({describe(config)})", asked)
-    folder.finish(simulation.model.state_dict(), _summary(folder) | {"engine": simulation.engine})
-    if asked:
-        _stop(f"stopped after {describe(config)}", asked)
+    with _watched(config, options.watcher, simulation.step) as summary:
+        while simulation.step < rounds:
+            loss += simulation.round()
+            metrics = None
+            if simulation.step % config.evaluate_every == 0 or simulation.step == rounds:  # pyrefly: ignore
+                metrics = _evaluate(simulation, config, loss) | {"seconds": before + time.monotonic() - start}
+                folder.append(metrics)
+                loss.zero_()
+            options.watcher.advance(1, metrics)
+            now = time.monotonic()
+            stop = bool(options.stop() or asked) and simulation.step < rounds
+            if stop or now - saved_at > options.checkpoint_seconds:
+                state = simulation.state() | {"loss": loss}
+                folder.save_checkpoint(state, simulation.step, before + now - start)
+                saved_at = now
+            if stop:
+                _stop(f"stopped at round {simulation.step} of {rounds} ({describe(config)})", asked)
+        summary |= _summary(folder) | {"engine": simulation.engine}
+        folder.finish(simulation.model.state_dict(), summary)
+
+
+def _restore(simulation: Simulation, folder: RunFolder, loss: torch.Tensor) -> float:
+    """Continue from the last checkpoint, if there is one; returns the seconds spent so far."""
+    saved = folder.restore()
+    if saved is None:
+        return 0.0
+    try:
+        loss.copy_(saved.tensors.pop("loss"))
+        simulation.load_state(saved.tensors, saved.step)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise DamagedError(
+            f"{folder.path}: its checkpoint does not fit ({error}): delete the folder to start anew"
+        ) from None
+    return saved.seconds
 
 
 def _stop(message: str, asked: list[int]) -> None:
@@ -246,13 +317,14 @@ def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
     def work(folder: RunFolder, options: Options) -> None:
         folder.restore()
         _note_environment(folder, torch.device("cpu"), 0)
-        options.watcher.begin(config, 0)
-        result = normalize_ring(config)
-        for i, distance in enumerate(result.distance.tolist()):
-            folder.append({"round": i + 1, "distance": distance})
-        options.watcher.advance(config.rounds, None)
-        tensors = {_IN_FILES.get(name, name): tensor for name, tensor in result._asdict().items()}
-        folder.finish(tensors, {"distance": result.distance.mean().item()})
+        with _watched(config, options.watcher, 0) as summary:
+            result = normalize_ring(config)
+            for i, distance in enumerate(result.distance.tolist()):
+                folder.append({"round": i + 1, "distance": distance})
+            options.watcher.advance(config.rounds, None)
+            tensors = {_IN_FILES.get(name, name): tensor for name, tensor in result._asdict().items()}
+            summary |= {"distance": result.distance.mean().item()}
+            folder.finish(tensors, summary)
 
     return work
 

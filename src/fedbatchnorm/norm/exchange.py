@@ -99,14 +99,15 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
     layers = federated_layers(model)
     refuse_averaging(layers)
     warn_of_changes(layers)
-    seen, identity = seen_by(list(layers.values())), new_id()
+    every = list(layers.values())
+    seen, identity = seen_by(every), new_id()
     if group is not None:
-        device = next((layer._seen.device for layer in layers.values()), torch.device("cpu"))
+        device = next((layer._seen.device for layer in every), torch.device("cpu"))
         seen, identity = _gather(seen, identity, group, device)
-    start_rounds(list(layers.values()))
+    start_rounds(every)
     moments = {name: m for name, (m, _) in zip(layers, seen, strict=True)}
     skipped = {name: times for name, (_, times) in zip(layers, seen, strict=True) if times}
-    current = sum(numbers([_buffers(layer)[2] for layer in layers.values()]))
+    current = sum(numbers([_buffers(layer)[2] for layer in every]))
     return Update(moments, round=current, skipped=skipped, id=identity)
 
 
@@ -163,13 +164,14 @@ def _look_fine(shared: Mapping[str, Running], channels: Mapping[str, int] | None
         and [t.shape for t in tensors] == sizes * 2
         and all(len(size) == 1 for size in sizes)
         and all(type(steps) is int and 0 <= steps < 2**63 for steps in tracked)
-        and not any(map(settings_problem, momentum, eps))
+        and not any(settings_problem(*settings) for settings in set(zip(momentum, eps, strict=True)))
     ):
         return False
     with torch.no_grad():
-        values = side_by_side(tensors)
-    negative = values[sum(map(len, means)) :] < 0
-    return bool((values.isfinite().all() & negative.any().logical_not()).item())
+        mean, var = side_by_side(means), side_by_side(variances)
+        # A sum is finite only if all of its terms are; a minimum that is not a number is not >= 0.
+        fine = (mean.sum() + var.sum()).isfinite() & (not var.numel() or var.min() >= 0)
+    return bool(fine)
 
 
 def is_ordinary(value: object) -> bool:
@@ -223,8 +225,9 @@ def _cast(group: list[tuple[str, FederatedBatchNorm]], shared: Mapping[str, Runn
     """Means, then variances of these layers side by side, in the type of the model."""
     dtype = _buffers(group[0][1])[0].dtype
     fields = {what: [getattr(shared[name], what) for name, _ in group] for what in ("mean", "var")}
-    values = side_by_side([*fields["mean"], *fields["var"]]).to(dtype)
-    if not bool(values.isfinite().all()):
+    given = side_by_side([*fields["mean"], *fields["var"]])
+    values = given.to(dtype)
+    if values is not given and not bool(values.isfinite().all()):
         for i, (name, _) in enumerate(group):
             for what, tensors in fields.items():
                 if not bool(tensors[i].to(dtype).isfinite().all()):

@@ -257,8 +257,19 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
             continue
         for layer in group:
             layer._pending.clear()
-        for kind in zip(*(layer._accumulators() for layer in group), strict=True):
-            torch._foreach_zero_(kind)
+        if not _untouched(group):
+            for kind in zip(*(layer._accumulators() for layer in group), strict=True):
+                torch._foreach_zero_(kind)
+
+
+def _untouched(layers: Sequence[FederatedBatchNorm]) -> bool:
+    """Whether the accumulators are known to be empty: nothing was added up and nothing was refused.
+
+    Reading two numbers of each layer takes a CPU less than writing to all of them; elsewhere it would wait.
+    """
+    if layers[0]._seen.device.type != "cpu":
+        return False
+    return not torch.stack([number for layer in layers for number in (layer._count, layer._refused)]).any()
 
 
 def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
@@ -272,18 +283,22 @@ def _kind(layer: FederatedBatchNorm) -> tuple:
 
 def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
     """What these layers have seen, pending passes included, on the CPU."""
-    like = layers[0]._seen
+    like, counts, values = layers[0]._seen, [], []  # (rows, L), (2, rows, d)
     passes = range(len(layers[0]._pending))
-    counts = [torch.stack([layer._count for layer in layers]).unsqueeze(0)]
-    values = [side_by_side([layer._seen for layer in layers], 1).unsqueeze(1)]  # (2, 1, d)
+    if not passes or not _untouched(layers):
+        counts.append(torch.stack([layer._count for layer in layers]).unsqueeze(0))
+        values.append(side_by_side([layer._seen for layer in layers], 1).unsqueeze(1))
     for i in passes:
         moments = [layer._pending[i].moments for layer in layers]
         both = side_by_side([m.mean for m in moments], 1), side_by_side([m.var for m in moments], 1)
         values.append(torch.stack(both).to(like))
         counts += [torch.tensor([[m.count for m in moments]] * len(moments[0].mean), device=like.device)]
-    mean, var = torch.cat(values, 1)
-    flat = union(torch.cat(counts), mean, var, torch.tensor(sizes, device=like.device))
-    refused = flat.refused + torch.stack([layer._refused for layer in layers])
+    count, (mean, var) = torch.cat(counts), torch.cat(values, 1)
+    refused = torch.stack([layer._refused for layer in layers])
+    if len(count) == 1 and like.device.type == "cpu" and (mean.sum() + var.sum()).isfinite():
+        return Flat(count[0], refused, mean[0].double(), var[0].double())  # a union of one
+    flat = union(count, mean, var, torch.tensor(sizes, device=like.device))
+    refused = flat.refused + refused
     numbers = torch.stack([flat.count, refused]).cpu()
     mean, var = torch.stack([flat.mean, flat.var]).detach().cpu().double()
     return Flat(numbers[0], numbers[1], mean, var)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
+_KINDS = (_BatchNorm, torch.jit.ScriptModule)
 _WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _STATISTIC = re.compile(r"(running|moving)_|num_batches_tracked$")
 _SKIPPED = "_fedbatchnorm_skipped"  # an attribute of the layer, so that copies and pickles have it too
@@ -26,9 +27,9 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether it is torch's BatchNorm or made from it, as it is or scripted."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "BatchNorm" in module.original_name
-    return isinstance(module, _BatchNorm)
+    if not isinstance(module, _KINDS):
+        return False
+    return isinstance(module, _BatchNorm) or "BatchNorm" in module.original_name  # pyrefly: ignore
 
 
 def normalizers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,17 +122,18 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Each round of a client walks through its model four times: hence a list and no generators within others.
     """
     seen: set[int] = {id(model)}
-    found: list[tuple[str, nn.Module]] = []
+    found: list[tuple[str, nn.Module]] = [("", model)]
 
     def walk(module: nn.Module, place: str, prefix: str) -> None:
-        found.append((place, module))
         for name, child in module._modules.items():
             if child is None or id(child) in seen:
                 continue
             seen.add(id(child))
             wrapper = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _WRAPPERS))
             inside = place if wrapper else prefix + name
-            walk(child, inside, prefix if wrapper else inside + ".")
+            found.append((inside, child))
+            if child._modules:
+                walk(child, inside, prefix if wrapper else inside + ".")
 
     walk(model, "", "")
     return found

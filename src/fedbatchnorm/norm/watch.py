@@ -46,9 +46,9 @@ def touched(layers: Mapping[str, Any]) -> list[str]:
     for group in _alike(layer for layer in layers.values() if id(layer) in names):
         if group[0].running_mean.is_meta:
             continue
-        now, then = _values(group), [layer._noted.values for layer in group]
-        if not _equal(torch.cat(now), torch.cat(then)):
-            pairs = zip(group, now, then, strict=True)
+        then = [layer._noted.values for layer in group]
+        if not _equal(_side_by_side(group), torch.cat(then)):
+            pairs = zip(group, _values(group), then, strict=True)
             found += [names[id(layer)] for layer, one, two in pairs if not _equal(one, two)]
     return found
 
@@ -82,11 +82,16 @@ def _equal(one: Tensor, two: Tensor) -> bool:
 def _values(group: list[Any]) -> list[Tensor]:
     """A copy of each layer's mean and variance in one tensor, (2 c,)."""
     with torch.inference_mode(False), torch.no_grad():
-        buffers = [layer._buffers for layer in group]
-        flat = torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
         # Copies, for a view is pickled with all layers' values.
-        sizes = [2 * b["running_mean"].numel() for b in buffers]
-        return list(torch.split_with_sizes_copy(flat, sizes))  # pyrefly: ignore
+        sizes = [2 * layer._buffers["running_mean"].numel() for layer in group]
+        return list(torch.split_with_sizes_copy(_side_by_side(group), sizes))  # pyrefly: ignore
+
+
+def _side_by_side(group: list[Any]) -> Tensor:
+    """Each layer's mean and variance, one layer after another."""
+    with torch.inference_mode(False), torch.no_grad():
+        buffers = [layer._buffers for layer in group]
+        return torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:

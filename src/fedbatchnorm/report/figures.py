@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..simulation.schemes import SCHEMES
+from ..storage.files import write_bytes
 from .groups import (
     ALONE,
     NO_ATTACK,
@@ -212,9 +213,11 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as SVG and PNG, the same bytes for the same figure."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.svg", folder / f"{name}.png"]
-    files[0].write_text(svg(figure, standalone=True), encoding="utf-8")
+    image = io.BytesIO()
     with mpl.rc_context(_STYLE):
-        figure.savefig(files[1], dpi=150, metadata={"Software": None})
+        figure.savefig(image, dpi=150, metadata={"Software": None})
+    write_bytes(files[0], svg(figure, standalone=True).encode())
+    write_bytes(files[1], image.getvalue())
     return files
 
 

@@ -119,7 +119,7 @@ def _section(title: str, picture: figures.Figure, folder: Path, name: str, taken
     alike = sum(other == name or other.startswith(f"{name}-no") for other in taken)
     name = f"{name}-no{alike + 1}" if alike else name
     taken.add(name)
-    (folder / f"{name}.svg").write_text(figures.svg(picture, standalone=True), encoding="utf-8")
+    write_bytes(folder / f"{name}.svg", figures.svg(picture, standalone=True).encode())
     return f"## {title}\n\n![{title}]({folder.name}/{name}.svg)\n"
 
 

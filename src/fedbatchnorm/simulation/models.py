@@ -9,6 +9,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -180,19 +181,24 @@ def find(name: str) -> Factory:
     """The factory of this name; an error names the choices."""
     if name in MODELS:
         return MODELS[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(
             f"model {name!r} is not known; choose from {', '.join(MODELS)}, "
             "or name a function of your own as package.module:function"
         )
-    try:
-        factory = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # of whatever the module does
-        raise ValueError(f"model {name!r} cannot be imported: {_cause(error)}") from error
+    factory = imported("model", name)
     if not callable(factory):
         raise ValueError(f"model {name!r} is a {type(factory).__name__}, not a function")
     return factory
+
+
+def imported(kind: str, name: str) -> Any:
+    """What `package.module:name` leads to; an error names the kind of thing that was asked for."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # of whatever the module does
+        raise ValueError(f"{kind} {name!r} cannot be imported: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
