@@ -193,7 +193,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert re.search(r"stopped at round \d+ of 3000 .*Run the same command again to go on", err)
+    assert re.search(r"stopped at round \d+ of 3000 .*Run the same command again to continue", err)
     assert "Traceback" not in err
     assert folder.checkpoints[0].exists()
     assert not folder.finished()

@@ -184,7 +184,7 @@ def reproduce(
 ) -> None:
     """Run all that a figure of the paper needs, and draw it.
 
-    Runs that are finished are skipped, so that figures share runs, and an interrupted reproduction goes on.
+    Runs that are finished are skipped, so that figures share runs, and an interrupted reproduction continues.
     Start it several times with the same --out, on several GPUs or as a job array, and they share the work.
 
     Example: fedbatchnorm reproduce fig3 --scale full --seeds 3 --data-dir ~/data
@@ -331,7 +331,7 @@ def data(
     Args:
         dataset: gaussian_ring, digits, cifar10, mnist or fashion_mnist.
         data_dir: folder with the files; $FEDBATCHNORM_DATA or the user's cache folder if not given.
-        split: a partition, to see what it gives to whom.
+        split: the partition to draw.
         gamma: for the gamma partition, from 0 (each client its own classes) to 1 (iid).
         alpha: for the dirichlet partition: the smaller, the more heterogeneous.
         clients: how many clients.
@@ -415,7 +415,7 @@ def _command(arguments: list[str]) -> None:
         return
     description = (
         "BatchNorm for federated learning: simulate, reproduce the paper's figures, report. "
-        "--version says which one this is."
+        "--version prints the version."
     )
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -444,11 +444,12 @@ def _command(arguments: list[str]) -> None:
         )
         sys.exit(1)
     except Stopped as stopped:
-        print(f"\n{stopped}. Run the same command again to go on.", file=sys.stderr)
+        print(f"\n{stopped}. Run the same command again to continue.", file=sys.stderr)
         sys.exit(128 + (stopped.signal or signal.SIGINT))
     except KeyboardInterrupt:
         print(
-            "\nstopped at once; what was saved stays. Run the same command again to go on.", file=sys.stderr
+            "\nstopped at once; what was saved stays. Run the same command again to continue.",
+            file=sys.stderr,
         )
         sys.exit(130)
     finally:

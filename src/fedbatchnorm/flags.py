@@ -44,7 +44,7 @@ TOPICS: dict[str, tuple[str, str]] = {
         "What clients normalize with, and what they share.",
         "scheme gradient limit blend beta switch groups calibrate recalibrate",
     ),
-    "byzantine_clients": ("Clients that lie, and the server's defense.", "byzantine attack targets defense"),
+    "byzantine_clients": ("Byzantine clients, and the server's defense.", "byzantine attack targets defense"),
 }
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")

@@ -242,7 +242,7 @@ def test_a_folder_that_was_removed_and_made_anew_is_another_s(tmp_path):
                 lambda: first.finish(TENSORS, {}),
                 lambda: first.write_json("holdings.json", {}),
             ):
-                with pytest.raises(BusyError, match="was removed or made anew"):
+                with pytest.raises(BusyError, match="was removed or recreated"):
                     write()
             assert rounds(second) == [1]
             assert {p.name for p in second.path.iterdir()} == {"config.json", "lock", "metrics.jsonl"}

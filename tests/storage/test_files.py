@@ -49,7 +49,7 @@ def test_a_lock_is_one_process_s_and_free_again_afterwards(tmp_path):
     assert not is_locked(path)
     with locked(path) as lock:
         assert is_locked(path)
-        with pytest.raises(BusyError, match="another process is at work on"), locked(path):
+        with pytest.raises(BusyError, match="another process is working on"), locked(path):
             pass
         path.unlink()
         path.touch()

@@ -9,7 +9,7 @@ from torch import nn
 class Net(nn.Module):
     """Two hidden layers, each linear, ReLU, BatchNorm; the same seed gives the same weights.
 
-    NVFlare builds the model anew on the server, from the arguments that it finds as attributes.
+    NVFlare builds a new model on the server, from the arguments that it finds as attributes.
     """
 
     def __init__(self, inputs: int = 64, seed: int = 0):

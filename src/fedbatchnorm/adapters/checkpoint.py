@@ -91,12 +91,12 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
             problems.append(f"{file}: {str(error)[:200]}")
     else:
         why = "; ".join(problems)
-        raise DamagedError(f"{path} is no checkpoint, or a damaged one: delete it to start anew ({why})")
+        raise DamagedError(f"{path} is no checkpoint, or a damaged one: delete it to start over ({why})")
     arrays = {k.removeprefix(_ARRAYS): v for k, v in tensors.items() if k.startswith(_ARRAYS)}
     wanted = {name: as_numpy(array, name) for name, array in like.items()}
     shapes = {name: array.shape for name, array in wanted.items()}
     if {name: value.shape for name, value in arrays.items()} != shapes:
-        raise DamagedError(f"{file} is of another model: delete it to start anew")
+        raise DamagedError(f"{file} is of another model: delete it to start over")
     for name, array in wanted.items():
         old, new = arrays[name].dtype, array.dtype
         exact = [np.promote_types(kind, np.float32) for kind in (old, new)]
@@ -104,7 +104,7 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
             raise DamagedError(f"{file} is of a model with {name} in {old}, not {new}")
     if facts["strategy"] != kinds(strategy):
         other = f"{facts['strategy']}, not {kinds(strategy)}"
-        raise DamagedError(f"{file} is of a run with {other}: delete it to start anew")
+        raise DamagedError(f"{file} is of a run with {other}: delete it to start over")
     if problems:
         path.replace(path.with_name(path.name + ".damaged"))
     saved = {k.removeprefix(_STRATEGY): v for k, v in tensors.items() if k.startswith(_STRATEGY)} | plain

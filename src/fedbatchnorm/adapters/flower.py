@@ -250,7 +250,7 @@ class FederatedBatchNormStrategy(Strategy):
         return self.session.calibrated(replies, chosen, self._population_of(size, grid))
 
     def _population_of(self, asked: int, grid: Grid) -> int | None:
-        """How many clients those of a round stand for; who drops out stands for nobody."""
+        """How many clients those of a round stand for; those that drop out do not count."""
         if not isinstance(self._population, str):
             return self._population
         nodes = len(list(grid.get_node_ids()))

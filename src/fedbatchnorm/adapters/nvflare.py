@@ -286,7 +286,7 @@ class FederatedBatchNormAggregator(ModelAggregator):
         return {name: whole[name] for name in self.session.parameters}
 
     def _population_of(self, asked: Collection[str] | None) -> int | None:
-        """How many clients those of a round stand for; who drops out stands for nobody."""
+        """How many clients those of a round stand for; those that drop out do not count."""
         if not isinstance(self.population, str):
             return self.population
         engine = self.fl_ctx.get_engine() if self.fl_ctx else None

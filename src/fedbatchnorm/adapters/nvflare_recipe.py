@@ -95,7 +95,7 @@ class FederatedBatchNormRecipe(FedAvgRecipe):
 
         Args:
             aggregator: with the settings of federated BatchNorm; its model is the recipe's unless given.
-            clients_per_round: how many clients a round asks, drawn anew each time; all if not given.
+            clients_per_round: how many clients a round asks, drawn again each time; all if not given.
             round_timeout: seconds after which a round is that of the clients that have answered; 0 waits.
             fedavg: what `nvflare.app_opt.pt.recipes.fedavg.FedAvgRecipe` takes.
         """

@@ -405,6 +405,6 @@ def tell_resumed(tell: Teller, done: int, rounds: int | None, file: Path | None)
     of = "" if rounds is None else f" of {rounds}"
     if rounds is not None and done >= rounds:
         text = f"all {rounds} rounds are done, says {file}: nothing is trained. To train on, ask for more "
-        tell(done, "finished", f"{text}rounds; to start anew, move the file away", WARNING)
+        tell(done, "finished", f"{text}rounds; to start over, move the file away", WARNING)
     else:
         tell(done, "resumed", f"continuing with round {done + 1}{of}, from {file}")

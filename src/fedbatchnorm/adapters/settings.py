@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
         max_examples: the most that an honest client's weight in training, `num-examples`, can be. Where one
             of the two is not given, a client that claims 10,000 times what the others do is left out, or 100
             times as many examples and has not seen so many.
-        nonnegative: layers that follow a ReLU: a negative mean there is a lie.
+        nonnegative: layers that follow a ReLU: a negative mean there is false.
         steps: local steps a round; what clients report if not given.
         calibrate: start from the data: a round 0 in which clients measure and nothing is learned. Only
             with fresh statistics; clients that cannot do it are passed over.

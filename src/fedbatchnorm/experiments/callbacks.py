@@ -1,6 +1,6 @@
-"""Runs shown elsewhere while they go on: TensorBoard, Weights & Biases, MLflow. None of them is required.
+"""Runs shown elsewhere while they train: TensorBoard, Weights & Biases, MLflow. None of them is required.
 
-Each is a `Watcher`; give some as `sweep(callbacks=[...])`. A run that is continued goes on in its old place.
+Each is a `Watcher`; give some as `sweep(callbacks=[...])`. A run that is continued is shown in its old place.
 Runs that were finished before are not sent again.
 """
 

@@ -72,7 +72,7 @@ def under_attack(
     gammas: Iterable[float] = (),
     alphas: Iterable[float] = (),
 ) -> list[Run | Ring]:
-    """FBN and naive BatchNorm: undisturbed; with 3 of 10 clients lying about statistics; and defended."""
+    """FBN and naive BatchNorm: without attack; with 3 of 10 clients Byzantine; and with a defense."""
     splits: list[dict[str, Any]] = [{"gamma": gamma} for gamma in gammas]
     splits += [{"partition": "dirichlet", "alpha": alpha} for alpha in alphas]
     runs: list[Run | Ring] = []

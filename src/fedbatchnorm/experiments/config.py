@@ -177,7 +177,7 @@ class Run(Recipe):
         return (name, getattr(self, name)) if name in ("gamma", "alpha") else (None, None)
 
     def targets_struck(self) -> tuple[str, ...]:
-        """What Byzantine clients lie about: some of means, variances, gradients."""
+        """What Byzantine clients attack: some of means, variances, gradients."""
         part = self.part("attack")
         if self.byzantine and self.targets == "usual" and part is not None:
             return part.uses or ()

@@ -64,7 +64,7 @@ class RunFolder:
         return None
 
     def busy(self) -> bool:
-        """Whether another process is at it right now."""
+        """Whether another process is working on it right now."""
         return files.is_locked(self.path / "lock")
 
     @contextlib.contextmanager
@@ -154,10 +154,10 @@ class RunFolder:
         self.write_json("config.json", to_json(self.config, source_of(self.config)))
 
     def _check_lock(self) -> None:
-        """An error if the folder was removed or made anew while we were at it: it is another's now."""
+        """An error if the folder was removed or recreated while we worked on it: it is another's now."""
         if self._lock is not None and files.fcntl is not None and not self._lock.holds():
             raise BusyError(
-                f"{self.path} was removed or made anew while this run was at it: it is left as it is now"
+                f"{self.path} was removed or recreated while this run worked on it: it is left as it is now"
             )
 
     def _read_checkpoint(self, path: Path, metrics: bytes) -> Checkpoint | None:

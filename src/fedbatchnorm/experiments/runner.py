@@ -1,4 +1,4 @@
-"""Runs configurations one after another, each in its folder: finished ones are skipped, others go on."""
+"""Runs configurations one after another, each in its folder: finished ones are skipped, others continue."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ class Watcher:
     """
 
     def begin(self, config: Run | Ring, step: int) -> None:
-        """A run starts, or goes on after `step` rounds."""
+        """A run starts, or continues after `step` rounds."""
 
     def advance(self, rounds: int, metrics: dict[str, Any] | None) -> None:
         """So many rounds are done; metrics if there was an evaluation."""
@@ -134,7 +134,7 @@ def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None =
 
 
 def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bool:
-    """Run a configuration unless it is finished; False if another process is at it (an error if `last`).
+    """Run a configuration unless it is finished; False if another process works on it (an error if `last`).
 
     A result that is damaged is put aside, and the run is run again.
     """
@@ -146,7 +146,7 @@ def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bo
         return False
     # Set up before there is a folder: what cannot start leaves none.
     work = _ring(config) if isinstance(config, Ring) else _training(config, options)
-    commit()  # asks git once: a child of a process that is killed would go on holding the folder's lock
+    commit()  # asks git once: a child of a process that is killed would keep holding the folder's lock
     try:
         with folder.open():
             if folder.finished():  # by another process, in the meantime
@@ -274,7 +274,7 @@ def _restore(simulation: Simulation, folder: RunFolder, loss: torch.Tensor) -> f
         simulation.load_state(saved.tensors, saved.step)
     except (KeyError, ValueError, RuntimeError) as error:
         raise DamagedError(
-            f"{folder.path}: its checkpoint does not fit ({error}): delete the folder to start anew"
+            f"{folder.path}: its checkpoint does not fit ({error}): delete the folder to start over"
         ) from None
     return saved.seconds
 
@@ -330,7 +330,7 @@ def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
 
 
 def _note_environment(folder: RunFolder, device: torch.device, step: int) -> None:
-    """Add this session to the run's: one that is resumed may go on elsewhere."""
+    """Add this session to the run's: one that is resumed may continue elsewhere."""
     path = folder.path / "environment.json"
     sessions = []
     if os.path.lexists(path) and step:

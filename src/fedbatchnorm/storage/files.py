@@ -26,7 +26,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno
 
 
 class BusyError(RuntimeError):
-    """Another process is at work on this run."""
+    """Another process is working on this run."""
 
 
 class DamagedError(ValueError):
@@ -68,7 +68,7 @@ def locked(path: Path, wait: bool = False, keep: bool = True) -> Iterator[Lock]:
         except OSError as error:
             os.close(lock.number)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise BusyError(f"another process is at work on {path.parent}") from None
+                raise BusyError(f"another process is working on {path.parent}") from None
             raise _named(error, path) from None
         if fcntl is None or lock.holds():
             break
