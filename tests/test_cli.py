@@ -275,7 +275,7 @@ def frames(width, *arguments):
 
 @pytest.mark.parametrize("width", [150, 80, 60, 40])
 def test_on_a_terminal_there_is_a_bar_with_accuracy_and_time_left(width):
-    arguments = ["run", "--rounds", "120", "--evaluate-every", "10", "--device", "cpu", "--gamma", "0.123,1"]
+    arguments = ["run", "--rounds", "500", "--evaluate-every", "10", "--device", "cpu", "--gamma", "0.123,1"]
     lines = frames(width, *arguments, "--seed", "0")
     bars = [line for line in lines if re.search(r"accuracy \d+\.\d%  ?\d+:\d\d left$", line)]
     assert bars

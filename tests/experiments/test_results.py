@@ -280,6 +280,7 @@ def test_a_run_that_is_not_finished_is_named_and_counts_as_missing(runs, tmp_pat
     (runs / digest(RUN) / "summary.json").unlink()
     assert call("report", runs, "--markdown", tmp_path / "page.md") == 1
     assert f"left out: {runs / digest(RUN)}: not finished" in capsys.readouterr().err
+    run_all([Run(rounds=1, clients=2)], runs)
     assert call("collect", runs, tmp_path / "a.runs.jsonl") == 1
     assert call("collect", runs, tmp_path / "a.runs.jsonl", "--allow-damaged") == 0
 
