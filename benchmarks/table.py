@@ -8,13 +8,16 @@ from pathlib import Path
 
 from flower_table import local_epochs
 from front import PICTURES as FRONT
+from nvflare_table import same_clients
 from pictures import PICTURES
 from scan_table import which_convert
 
 from fedbatchnorm.simulation.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[1]
-PAGE, FLOWER, RECIPES = (ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "flower", "recipes"))
+PAGE, FLOWER, NVFLARE, RECIPES = (
+    ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "flower", "nvflare", "recipes")
+)
 RESULTS = ROOT / "results" / "benchmarks"
 
 HEAD = """# Speed
@@ -465,6 +468,12 @@ def flower_page():
     return between(text, "results", flower_results())
 
 
+def nvflare_page():
+    """The page on NVFlare, with its results between marks."""
+    result = json.loads((RESULTS / "nvflare-cpu.json").read_text())
+    return between(NVFLARE.read_text(), "results", same_clients(result))
+
+
 def recipes_page():
     """The recipes, with the scan of real models between marks."""
     scan = json.loads((RESULTS / "scan-models.json").read_text())
@@ -515,7 +524,7 @@ def written():
         for name, (file, draw) in (PICTURES | FRONT).items()
         if (RESULTS / file).exists()
     }
-    return {PAGE: page(), FLOWER: flower_page(), RECIPES: recipes_page()} | images
+    return {PAGE: page(), FLOWER: flower_page(), NVFLARE: nvflare_page(), RECIPES: recipes_page()} | images
 
 
 def write_or_check(files):

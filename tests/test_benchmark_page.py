@@ -15,7 +15,7 @@ MACHINE = {"name": "a machine", "torch": "2.0", "threads": 4}
 @pytest.fixture
 def page(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("table", "front", "pictures", "flower_table", "scan_table"):
+    for name in ("table", "front", "pictures", "flower_table", "nvflare_table", "scan_table"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import table
 
@@ -160,6 +160,16 @@ def test_local_epochs_are_a_mean_over_seeds_for_each_split(page):
     assert cells(text)["5, 12 rounds"] == [["0.05", "55.0 ± 7.1", "90.0 ± 0.0", "30.0", "20.0 *"]]
     assert "2 seeds; 1 of 4 pairs of runs are missing; * stopped as diverged" in text
     assert "a machine, torch 2.0, commit c0ffee" in text
+
+
+def test_the_page_on_nvflare_is_what_its_results_say(page):
+    assert page.nvflare_page() == page.NVFLARE.read_text(encoding="utf-8")
+
+
+def test_nvflare_alone_collapses_and_with_us_it_is_within_a_point_of_the_simulation(page):
+    for row in json.loads((page.RESULTS / "nvflare-cpu.json").read_text())["rows"]:
+        assert abs(row["ours"] - row["simulator"]) < 0.01
+        assert row["plain"] < row["ours"] - 0.3
 
 
 def test_the_page_on_flower_is_what_its_results_say(page):

@@ -19,11 +19,13 @@ DRIVER = """
 import pathlib, runpy, sys, time, types
 import nvflare.recipe.poc_env as poc
 
+clients, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+
 def sleep(seconds):
     until = time.monotonic() + 120
     while seconds == poc.SERVICE_START_TIMEOUT and time.monotonic() < until:
-        logs = pathlib.Path(sys.argv[2]).glob("example_project/prod_00/server/log.txt")
-        if sum(log.read_text().count(" joined.") for log in logs) >= int(sys.argv[1]):
+        logs = folder.glob("example_project/prod_00/server/log.txt")
+        if sum(log.read_text().count(" joined.") for log in logs) >= clients:
             break
         time.sleep(0.5)
     time.sleep(1)
@@ -71,6 +73,8 @@ def environment(folder):
     """Of a run that leaves nothing outside its folder; POC starts what `python3` is on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     places = {"HOME": str(folder), "NVFLARE_POC_WORKSPACE": str(folder / "poc"), "PATH": path}
+    # A server waits so long for the last word of a client that is gone before it calls the job completed.
+    places["NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT"] = "10"
     return os.environ | places | {"OMP_NUM_THREADS": "1"}
 
 
@@ -85,13 +89,19 @@ def run_job(folder, *flags, timeout=400):
     return found.stdout + found.stderr
 
 
+@contextlib.contextmanager
 def start_poc(folder, clients, *flags):
-    """Start a job in POC; returns its process, whose output goes into out.txt."""
+    """A job in POC: its process, whose output goes into out.txt."""
     command = [sys.executable, "-c", DRIVER, str(clients), str(folder / "poc"), "--env=poc", *map(str, flags)]
     with (folder / "out.txt").open("w") as out:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=folder, env=environment(folder), stdout=out, stderr=subprocess.STDOUT
         )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition, seconds):

@@ -253,7 +253,7 @@ class FederatedBatchNormAggregator(ModelAggregator):
         is_new = not self._open
         self._begin_if_not_begun()
         peer = fl_ctx.get_peer_context()
-        if peer is not None:
+        if peer is not None and peer.get_identity_name() not in self._fetched:  # one may fetch it again
             self._fetched.append(peer.get_identity_name())
         now, first, rounds = (
             shareable.get_header(name) or 0

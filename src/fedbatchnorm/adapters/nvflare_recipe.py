@@ -9,6 +9,7 @@ recipe.execute(SimEnv(num_clients=3))
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 from .divergence import DivergedError
@@ -111,6 +112,9 @@ class FederatedBatchNormRecipe(FedAvgRecipe):
             )
         if clients_per_round is not None and clients_per_round < 1:
             raise ValueError(f"clients_per_round is {clients_per_round}; it must be at least 1, or None")
+        if round_timeout < 0:
+            raise ValueError(f"round_timeout is {round_timeout}; it must be seconds, or 0 to wait for all")
+        _check_can_be_written(aggregator)
         self.clients_per_round, self.round_timeout = clients_per_round, round_timeout
         super().__init__(aggregator=aggregator.given(fedavg.get("model")), **fedavg)
         self._job.set_app_packages(["fedbatchnorm"])  # which is installed, and not part of the job's own code
@@ -130,3 +134,19 @@ class FederatedBatchNormRecipe(FedAvgRecipe):
             ignore_result_error=True,
             round_timeout=self.round_timeout,
         )
+
+
+def _check_can_be_written(aggregator: FederatedBatchNormAggregator) -> None:
+    """NVFlare writes objects into a job by their class and its arguments, which a function has not."""
+    rule = aggregator.settings.aggregator
+    for name, value in (
+        ("weight", aggregator.weight),
+        ("on_event", aggregator.settings.on_event),
+        ("aggregator", rule),
+        ("the rule of aggregator", getattr(rule, "rule", None)),
+    ):
+        if inspect.isroutine(value):
+            raise ValueError(
+                f"{name} is a function, which cannot be written into a job: give an instance of a class "
+                "of your own that has __call__, and keeps the arguments of its constructor as attributes"
+            )

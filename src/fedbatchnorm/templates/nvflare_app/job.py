@@ -51,9 +51,7 @@ def recipe_for(args):
         # Settings of federated BatchNorm go here. NVFlare's own weight is the number of steps.
         aggregator = FederatedBatchNormAggregator(weight="num-examples", quorum=2)
         recipe = FederatedBatchNormRecipe(aggregator=aggregator, round_timeout=args.round_timeout, **common)
-    for file in ("model.py", "task.py"):
-        recipe.add_client_file(file)
-    recipe.add_server_file("model.py")
+    recipe.add_server_file("model.py")  # what client.py imports goes to the clients with it
     return recipe
 
 
