@@ -16,7 +16,7 @@ def by_class(labels, clients, rng, shift=0):
 
 def test_seeds_vary_last_and_every_combination_is_there_once():
     mine = scheme("mine", with_own_batch)
-    runs = grid(seed=range(2), scheme=["fbn", mine], gamma=np.array([0.0, 0.5]), rounds=np.int64(3))
+    runs = grid(scheme=["fbn", mine], gamma=np.array([0.0, 0.5]), seed=range(2), rounds=np.int64(3))
     found = [(run.seed, run.scheme, run.gamma, run.rounds) for run in runs]
     assert found == [(s, name, g, 3) for s in (0, 1) for name in ("fbn", "mine") for g in (0.0, 0.5)]
     assert all(type(run.rounds) is int for run in runs)
