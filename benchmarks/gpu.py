@@ -146,7 +146,9 @@ def contenders():
         "centralized, plain PyTorch, TF32, compiled and captured": lambda: made(PlainCompiled),
         "centralized, plain PyTorch, bf16, compiled and captured": lambda: made(PlainCompiled, recipe=bf16),
         "clients one after another, TF32, eager": lambda: made(OneByOne),
-        "FBN, 7 honest and 3 liars, NNM and median, TF32": lambda: made(Simulation, recipe=robust),
+        "FBN, 7 honest and 3 Byzantine clients, NNM and median, TF32": lambda: made(
+            Simulation, recipe=robust
+        ),
         "FBN, gradients of each client and NNM and median, TF32": lambda: made(
             Simulation, recipe=robust | {"targets": "all"}
         ),
