@@ -346,18 +346,20 @@ class NVFlarePoc(NVFlareSimulator):
 
         folder, dying = Path(case.folder), [k for k, fault in case.faults.items() if fault == "dies"]
         job, file = self._job(case), case.save()
-        with poc_alone(), ending(folder):
-            process = start_poc(job, case.clients, self.kind, file, HERE)
+        out = job / "out.txt"
+        with (
+            poc_alone(),
+            ending(folder),
+            start_poc(job, case.clients, self.kind, file, HERE) as process,
+        ):
             for key in dying:
                 number, _, index = key.partition("/")
                 there = folder / f"seen-{number}-{index}.npz"
-                assert wait_for(there.exists, 240 * PATIENCE), (job / "out.txt").read_text()[-3000:]
+                assert wait_for(there.exists, 240 * PATIENCE), out.read_text()[-3000:]
                 for victim in processes_in(folder, f"/site-{int(index) + 1}"):
                     victim.kill()
-            assert wait_for(lambda: process.poll() is not None, 200 * PATIENCE), (
-                job / "out.txt"
-            ).read_text()[-3000:]
-            assert process.returncode == 0, (job / "out.txt").read_text()[-4000:]
+            assert wait_for(lambda: process.poll() is not None, 200 * PATIENCE), out.read_text()[-3000:]
+            assert process.returncode == 0, out.read_text()[-4000:]
             logs = [file.read_text() for file in folder.rglob("log.txt") if "/server/" in str(file)]
             logs += [file.read_text() for file in folder.rglob("transfer/*/workspace/log.txt")]
         return self._outcome(case, "\n".join(logs))

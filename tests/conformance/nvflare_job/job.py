@@ -9,7 +9,7 @@ from nvflare.recipe import PocEnv, SimEnv
 from fedbatchnorm.adapters.nvflare import FederatedBatchNormAggregator
 from fedbatchnorm.adapters.nvflare_recipe import FederatedBatchNormRecipe
 
-kind, file, place = sys.argv[1:4]
+kind, file, place = (argument for argument in sys.argv[1:] if not argument.startswith("--"))
 sys.path.insert(0, place)
 import cases  # noqa: E402
 
