@@ -151,7 +151,12 @@ class FlowerLoopback(Engine):
 
     title, slow = "Flower, SuperLink and SuperNodes with TLS", True
     cannot: Mapping[str, str] = MappingProxyType(
-        {"traffic": "what a message holds is the same as in one process"}
+        {
+            "traffic": "what a message holds is the same as in one process",
+            # A SuperNode that was killed may still be refused when the next run begins.
+            "cohorts": "tried in one process",
+            "robust rule": "tried in one process",
+        }
     )
 
     def __enter__(self):
