@@ -194,6 +194,28 @@ def test_clients_with_vectors_of_their_own(device, own, dtype, shape, share):
         assert error(found, want.double()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kinds", ["parameters", "statistics", "both"])
+@pytest.mark.parametrize("apart", [(64, 64), (64, 96)], ids=["one matrix", "two matrices"])
+def test_vectors_that_are_rows_of_matrices(device, kinds, apart):
+    """Clients' vectors are read where they lie, whatever lies between them, to the same bits."""
+    z, vectors, gradient = inputs(device, (6, 5, 4, 3), torch.float32)
+    own = [i for i in range(5) if kinds == "both" or (kinds == "statistics") == (i in (1, 2))]
+    settings = {"eps": EPS, "clients": 3, "before": True, "after": True}
+    settings["share"] = torch.tensor(0.9, device=device)
+    dense, spread = list(vectors), list(vectors)
+    wide = [torch.full((3, size), torch.nan, device=device) for size in apart]
+    for i in own:
+        dense[i] = vectors[i] * torch.linspace(0.5, 1.5, 3, device=device)[:, None]
+        spread[i] = wide[i % 2][:, 8 * i : 8 * i + 5].copy_(dense[i])
+    found = []
+    for these in (dense, spread):
+        leaves = [v.detach().requires_grad_(i not in (1, 2)) for i, v in enumerate(these)]
+        outputs = fused.relu_normalize(z, *leaves, **settings)
+        learned = [leaf for leaf in leaves if leaf.requires_grad]
+        found.append((outputs, torch.autograd.grad(outputs[0], learned, gradient)))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("programs", [1, 4, 10_000])
 def test_large_mean(device, monkeypatch, programs):
     """The variance survives a mean of 10,000 standard deviations."""

@@ -241,6 +241,12 @@ def test_vectors_for_a_gpu_are_aligned():
         view.copy_(p.detach())
     want = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert torch.equal(flat[:, aligned.order], torch.stack([want, want]))
+    values = [p.detach().expand(2, *p.shape) for p in net.parameters()]
+    aligned.fill(written := torch.full_like(flat, torch.nan), values)
+    assert torch.equal(written, flat)
+    aligned.fill(written, [None, *values[1:]])
+    assert not aligned.views(written)[0].any()
+    assert torch.equal(aligned.views(written)[1], views[1])
     flat[:, aligned.order] = 0
     assert not flat.any()  # nothing lies in between
 

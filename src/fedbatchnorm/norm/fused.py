@@ -64,7 +64,7 @@ def operator(
     outputs = _empty_outputs(z, clients)
     if z.numel() == 0:
         return outputs[0], outputs[1].zero_(), outputs[2].zero_()
-    z, vectors = _channels_last(z), _contiguous(shift, mean, var, weight, bias)
+    z, vectors = _channels_last(z), _readable(shift, mean, var, weight, bias)
     if z.device.type == "cuda":
         from . import kernels  # Triton comes with torch for CUDA alone
 
@@ -94,7 +94,7 @@ def _operator_backward(
     gradient, z, vectors = (
         _channels_last(gradient),
         _channels_last(z),
-        _contiguous(shift, mean, var, weight, bias),
+        _readable(shift, mean, var, weight, bias),
     )
     if z.device.type == "cuda":
         from . import kernels
@@ -194,15 +194,19 @@ def _layout(z: Tensor) -> torch.memory_format:
     return torch.channels_last if z.dim() == 4 else torch.contiguous_format
 
 
-def _contiguous(
-    shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
+def _readable(
+    shift: Tensor | None, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> Vectors:
-    """The kernels do not look at strides; clients share all parameters or none, and so for statistics."""
+    """Vectors as the kernels read them; clients share all parameters or none, and so for statistics."""
     shift, weight, bias = _alike(shift, weight, bias)
-    return [v if v is None else v.contiguous() for v in (shift, *_alike(mean, var), weight, bias)]
+    return [shift, *_alike(mean, var), weight, bias]
 
 
 def _alike(*vectors: Tensor | None) -> Vectors:
-    """All (clients, c) if one is."""
+    """All (clients, c) if one is, equally far apart: rows of one matrix stay where they are."""
     clients = max((len(v) for v in vectors if v is not None and v.dim() == 2), default=0)
-    return [v.expand(clients, -1) if clients and v is not None else v for v in vectors]
+    alike = [v.expand(clients, -1) if clients and v is not None else v for v in vectors]
+    strides = {v.stride() for v in alike if v is not None}
+    if len(strides) == 1 and next(iter(strides))[-1] == 1:
+        return alike
+    return [v if v is None else v.contiguous() for v in alike]

@@ -125,7 +125,7 @@ def _forward(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)  # known when compiling where it is always so
-    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    own, shared = channel + client.to(tl.int64) * OWN, channel + client.to(tl.int64) * OWN_STATISTICS
     shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
     mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
     var = _per_channel(var_pointer, shared, inside, 1.0, dtype)
@@ -221,7 +221,7 @@ def _gradient_sums(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)
-    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    own, shared = channel + client.to(tl.int64) * OWN, channel + client.to(tl.int64) * OWN_STATISTICS
     shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
     mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
     rstd = tl.rsqrt(_per_channel(var_pointer, shared, inside, 1.0, dtype) + EPS)
@@ -298,7 +298,7 @@ def _backward(
 
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     inside = (channel < CHANNELS) | (CHANNELS % BLOCK == 0)  # known when compiling where it is always so
-    own, shared = channel + client * (OWN * CHANNELS), channel + client * (OWN_STATISTICS * CHANNELS)
+    own, shared = channel + client.to(tl.int64) * OWN, channel + client.to(tl.int64) * OWN_STATISTICS
     shift = _per_channel(shift_pointer, own, inside, 0.0, dtype)
     mean = _per_channel(mean_pointer, shared, inside, 0.0, dtype)
     rstd = tl.rsqrt(_per_channel(var_pointer, shared, inside, 1.0, dtype) + EPS)
@@ -431,7 +431,8 @@ def backward(
 
 
 def _whose(vectors: Sequence[Tensor | None]) -> dict[str, int]:
-    """Whether clients have their own parameters, and their own statistics: 1 or 0."""
+    """How far apart in memory the clients' parameters lie, and their statistics; 0 where they share them."""
     shift, mean, _, weight, bias = vectors
-    own = any(v is not None and v.dim() == 2 for v in (shift, weight, bias))
-    return {"OWN": int(own), "OWN_STATISTICS": int(mean is not None and mean.dim() == 2)}
+    own = [v.stride(0) for v in (shift, weight, bias) if v is not None and v.dim() == 2]
+    statistics = mean.stride(0) if mean is not None and mean.dim() == 2 else 0
+    return {"OWN": max(own, default=0), "OWN_STATISTICS": statistics}

@@ -16,7 +16,7 @@ from .optim import Local, local_step
 from .packing import Packing
 from .schemes import Phase
 from .stacked import stacked
-from .steps import fill_gradients, keep_seen
+from .steps import fill_gradient, keep_seen
 
 
 class Abreast:
@@ -37,6 +37,7 @@ class Abreast:
         """
         recipe, device = federation.recipe, federation.device
         self.federation, self.machine, self.rate, self.rows = federation, machine, rate, rows
+        self.packing = packing
         self.how, self.clients = Local.of(recipe), len(rows.weights)
         self.model = stacked(federation.model, machine.half).train()
         self.layers = {name: self.model.get_submodule(name) for name in federation.layers}
@@ -45,7 +46,6 @@ class Abreast:
         self.statistics = rows.weights.new_zeros(2, sum(packing.channels))  # which all clients share
         self.parameters = packing.adopt(self.model, rows.weights, self.statistics)
         self.gradient = torch.zeros_like(rows.weights)
-        self.gradients = packing.views(self.gradient)
         self.table = torch.zeros(steps, self.clients * recipe.batch, dtype=torch.int64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.whole = rows.weights.new_full((recipe.batch,), 1 / recipe.batch)
@@ -114,7 +114,7 @@ class Abreast:
             layer.start(phase, settings)  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
         losses = machine.call(client_losses, self.model, x, y, self.whole, machine.half)
-        fill_gradients(self.gradients, losses, self.parameters)
+        fill_gradient(self.packing, self.gradient, losses, self.parameters)
         with torch.no_grad():
             optimizer = rows.state, rows.taken, rows.sent, self.rate, self.how
             machine.call(local_step, rows.weights, self.gradient, *optimizer)

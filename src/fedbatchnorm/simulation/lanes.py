@@ -20,7 +20,7 @@ from .federation import Federation
 from .optim import Local, local_step
 from .packing import Packing
 from .schemes import Phase
-from .steps import fill_gradients, keep_seen
+from .steps import fill_gradient, keep_seen
 
 _UNROLLED = 25  # local steps in one graph, at most
 _ALIGNED = 64  # values that rows of weights begin a multiple of apart: a GPU reads 16 bytes at a time
@@ -100,6 +100,7 @@ class Lane:
         """
         recipe, device, dtype = federation.recipe, federation.device, federation.dtype
         self.federation, self.machine, self.rate, self.how = federation, machine, rate, Local.of(recipe)
+        self.packing = packing
         self.model = copy.deepcopy(federation.model).train()
         self.layers = {name: self.model.get_submodule(name) for name in federation.layers}
         for layer in self.layers.values():
@@ -116,7 +117,6 @@ class Lane:
         self.kept, self.counts = zeros(2, c, dtype=exact), zeros(c, dtype=exact)
         self.loss = zeros()
         self.parameters = packing.adopt(self.model, self.weights, self.statistics)
-        self.gradients = packing.views(self.gradient)
         self.table = zeros(steps, recipe.batch, dtype=torch.int64)
         self.sizes, self.at = zeros(steps), zeros(1, dtype=torch.int64)
         self.whole = torch.full((recipe.batch,), 1 / recipe.batch, dtype=dtype, device=device)
@@ -216,7 +216,7 @@ class Lane:
             layer.keep = keep  # pyrefly: ignore
         x, y = machine.inputs(federation.data, federation.samples(index)), federation.data.train.y[index]
         loss = machine.call(weighted_loss, self.model, x, y, weights, machine.half)
-        fill_gradients(self.gradients, loss, self.parameters)
+        fill_gradient(self.packing, self.gradient, loss, self.parameters)
         with torch.no_grad():
             machine.call(
                 local_step,

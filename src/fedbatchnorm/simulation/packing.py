@@ -44,6 +44,21 @@ class Packing:
                 found.append(part.view((*lead, *shape)))
         return found
 
+    def fill(self, flat: Tensor, values: Sequence[Tensor | None]) -> None:
+        """Write each parameter's values (..., *shape), None for zeros, into flat vectors (..., d).
+
+        It is one concatenation: a copy for each parameter would be some twenty small kernels on a GPU.
+        """
+        lead, parts, zero = flat.shape[:-1], [], flat.new_zeros(())
+        for value, shape, length in zip(values, self._shapes, self._lengths, strict=True):
+            size = 0 if value is None else torch.Size(shape).numel()
+            if value is not None:
+                turned = self._channels_last and len(shape) == 4
+                parts.append((value.movedim(-3, -1) if turned else value).reshape(*lead, size))
+            if size < length:
+                parts.append(zero.expand(*lead, length - size))
+        torch.cat(parts, -1, out=flat)
+
     def adopt(self, model: nn.Module, weights: Tensor, statistics: Tensor) -> list[nn.Parameter]:
         """Have a model's parameters and statistics live in flat vectors (d,) and (2, C), which take over
         their values; returns the parameters."""

@@ -8,16 +8,16 @@ from torch import Tensor
 from ..norm.moments import Moments, Running
 from .device import Machine
 from .fold import FoldedNorm
+from .packing import Packing
 from .schemes import Phase
 from .sharing import Kept
 
 
-def fill_gradients(places: list[Tensor], loss: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Write the gradient of a loss, or of the sum of clients' losses, into each parameter's place."""
+def fill_gradient(packing: Packing, place: Tensor, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Write the gradient of a loss (d,), or of the sum of clients' losses (clients, d), into its place."""
     found = torch.autograd.grad(loss, parameters, torch.ones_like(loss), allow_unused=True)
     with torch.no_grad():
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(places, found, strict=True)]
-        torch._foreach_copy_(places, filled)
+        packing.fill(place, found)
 
 
 def keep_seen(
