@@ -124,6 +124,16 @@ def steps():
             yield from grid(base, work, splits, axis("lr", *rates), [OURS, *RIVALS])
 
 
+def clipping():
+    """CIFAR-10 with and without clipping: plain BatchNorm and ours, 120 rounds of 10 local steps."""
+    base = FEDAVG | {"dataset": "cifar10", "batch": 50, "local_steps": 10, "rounds": 120}
+    base |= {"schedule": "cosine", "evaluate_every": 10_000}
+    rates, limits = axis("lr", 0.02, 0.05, 0.1), [{"clip": 1.0}, {}]
+    return grid(
+        axis("seed", 0, 1), [base], [DIRICHLET, ONE_CLASS], rates, limits, [{"scheme": "naive"}, OURS]
+    )
+
+
 def hbn():
     """HBN's protocol: CIFAR-10, 10 of 100 clients a round, one epoch, its network, 500 rounds."""
     base = {"algorithm": "fedavg", "dataset": "cifar10", "model": "cnn16", "clients": 100, "cohort": 10}
@@ -140,6 +150,7 @@ def resnets():
     """ResNet-20 on CIFAR-10 with crops and flips: ten clients, Dirichlet 0.1, 150 rounds of 10 steps."""
     base = FEDAVG | {"dataset": "cifar10", "model": "resnet20", "batch": 50, "local_steps": 10, "rounds": 150}
     base |= {"schedule": "cosine", "clip": 1.0, "augment": True, "evaluate_every": 10_000} | DIRICHLET
+    base |= {"precision": "bf16"}
     return grid([base], axis("lr", 0.2, 0.1), [OURS, *RIVALS])
 
 
@@ -164,7 +175,7 @@ def attacks():
 
 
 STUDIES = {"digits": digits, "shares": shares, "paper": paper, "steps": steps, "attacks": attacks}
-STUDIES |= {"hbn": hbn, "resnets": resnets}
+STUDIES |= {"hbn": hbn, "resnets": resnets, "clipping": clipping}
 LAST_ROUNDS = 10  # HBN reports the mean accuracy over so many, and the best
 
 

@@ -216,6 +216,22 @@ def paper(result):
     return text + "\n" + table(["momentum", "lr", "gamma", *columns.values()], lines)
 
 
+def clipping(result):
+    """Plain BatchNorm and ours at each learning rate, with and without clipping side by side."""
+    rows = rows_of(result)
+    for row in rows:
+        row["column"] += " clipped" if row.get("clip") else ""
+    cells = cells_of(rows, lambda row: (split_name(row), row["lr"]))
+    text, seeds = origin(result, cells)
+    columns = {
+        f"{c}{clipped}": f"{NAMES[c]}, {words}"
+        for c in ("naive", "ours")
+        for clipped, words in (("", "no clipping"), (" clipped", "clip 1"))
+    }
+    lines = [[split, f"{rate:g}", *line(cell, columns, seeds)] for (split, rate), cell in cells.items()]
+    return text + "\n" + table(["data", "lr", *columns.values()], lines)
+
+
 HBN_NAMES = {"naive": "BatchNorm", "groupnorm": "GroupNorm", "layernorm": "LayerNorm", "fixbn": "FixBN"}
 HBN_NAMES |= {"hbn": "HBN", "fbn_in_hbn": "FBN in HBN's repository", "fbn": "FBN", "fbn_blend": "blend"}
 HBN_NAMES |= {"ours": "ours"}
@@ -377,6 +393,7 @@ SECTIONS = {
     "between": between,
     "digits": digits,
     "steps": steps,
+    "clipping": clipping,
     "paper": paper,
     "hbn": hbn,
     "resnets": resnets,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("dynamics", "constant", "between", "digits", "steps", "paper", "hbn", "resnets", "attacks")
+SECTIONS = ("dynamics", "constant", "between", "digits", "steps", "clipping", "paper", "hbn", "resnets")
+SECTIONS = (*SECTIONS, "attacks")
 OURS = {"scheme": "fbn", "gradient": "auto", "limit": "auto", "recalibrate": True}
 MARKS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS)
 
@@ -153,6 +154,18 @@ def test_hbn_s_protocol_has_the_last_rounds_and_the_best(page):
     ]
     assert "over the last 10 rounds" in text
     assert "The best of a column is bold." in text
+
+
+def test_clipping_is_side_by_side_for_each_scheme(page):
+    rows = [run(0.5, "ours", lr=0.1), run(0.7, "ours", lr=0.1, clip=1.0), run(0.6, "naive", lr=0.1)]
+    rows = [row | {"partition": "dirichlet", "alpha": 0.1} for row in rows]
+    assert cells(page.clipping(study("clipping", rows)), "Dirichlet 0.1")[1:] == [
+        "0.1",
+        "60.0",
+        "not run",
+        "50.0",
+        "**70.0**",
+    ]
 
 
 def test_resnets_by_rate(page):
