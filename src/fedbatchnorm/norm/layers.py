@@ -305,8 +305,8 @@ def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
         counts.append(count.unsqueeze(0))
         values.append(side_by_side([layer._seen for layer in layers], 1).unsqueeze(1))
     for moments in zip(*([p.moments for p in layer._pending] for layer in layers), strict=True):
-        both = side_by_side([m.mean for m in moments], -1), side_by_side([m.var for m in moments], -1)
-        values.append(torch.stack(both).to(like.dtype).view(2, -1, sum(sizes)))
+        both = side_by_side([*(m.mean for m in moments), *(m.var for m in moments)], -1).to(like.dtype)
+        values.append(both.view(-1, 2, sum(sizes)).transpose(0, 1))
         counts.append(torch.tensor([[m.count for m in moments]] * values[-1].shape[1]))
     count, (mean, var) = torch.cat(counts), torch.cat(values, 1).detach().cpu().double()
     if len(count) == 1 and (mean.sum() + var.sum()).isfinite():
