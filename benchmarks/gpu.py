@@ -18,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from common import result
 from round import Centralized, Loop, dataset
+from torch import nn
 
 from fedbatchnorm.simulation import models
 from fedbatchnorm.simulation.device import (
@@ -37,6 +39,8 @@ from fedbatchnorm.simulation.simulator import Simulation
 
 CLIENTS, BATCH, SHAPE = 10, 50, (3, 32, 32)
 CONVOLUTIONS = [(3, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16)]  # channels in, out, size
+LOOP = "clients one after another, TF32, eager"
+BY_HAND = "plain BatchNorm by hand, clients one after another, TF32, eager"
 DENSE = [(8192, 128), (128, 10)]
 
 
@@ -78,6 +82,34 @@ class OneByOne(Loop):
     def round(self):
         with arithmetic(torch.device("cuda"), "tf32"):
             super().round()
+
+
+class ByHand:
+    """`OneByOne` as one would write it for plain BatchNorm: running statistics and gradients are averaged.
+
+    Every client begins with the shared running statistics; all copies and sums are fused over layers.
+    """
+
+    def __init__(self, model, data, parts, recipe, device):
+        self.model, self.data, self.parts, self.recipe = model.to(device), data.to(device), parts, recipe
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.99, dampening=0.99)
+        layers = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.running = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
+        self.shared, self.step = [buffer.clone() for buffer in self.running], 0
+
+    def round(self):
+        self.model.train()
+        self.optimizer.zero_grad()
+        total = [torch.zeros_like(value) for value in self.shared]
+        with arithmetic(torch.device(self.shared[0].device), "tf32"):
+            for index in draw(self.parts, self.recipe.batch, stream(0, "batches", self.step)):
+                x, y = self.data.inputs(self.data.train.x[index]), self.data.train.y[index]
+                torch._foreach_copy_(self.running, self.shared)
+                (F.cross_entropy(self.model(x), y) / CLIENTS).backward()  # gradients add up
+                torch._foreach_add_(total, self.running, alpha=1 / CLIENTS)
+            self.optimizer.step()
+        self.shared = total
+        self.step += 1
 
 
 class PlainEager(Centralized):
@@ -145,7 +177,8 @@ def contenders():
         "centralized, plain PyTorch, TF32, eager": lambda: made(PlainEager),
         "centralized, plain PyTorch, TF32, compiled and captured": lambda: made(PlainCompiled),
         "centralized, plain PyTorch, bf16, compiled and captured": lambda: made(PlainCompiled, recipe=bf16),
-        "clients one after another, TF32, eager": lambda: made(OneByOne),
+        LOOP: lambda: made(OneByOne),
+        BY_HAND: lambda: made(ByHand),
         "FBN, 7 honest and 3 Byzantine clients, NNM and median, TF32": lambda: made(
             Simulation, recipe=robust
         ),
@@ -297,6 +330,7 @@ def rounds_of_every_way(args):
             f"  {name:<58} {ms:>7.2f} ms {ms / plain[kind]:>6.2f} x plain {100 * share:>5.1f}% of peak",
             flush=True,
         )
+    print(f"  clients one after another: {found[LOOP] / found[BY_HAND]:.2f} x plain BatchNorm by hand")
     if not _has_byzfl():
         print("  byzfl's clients: no row, byzfl cannot be imported here")
     content = {"peak": peaks, "operations": operations(), "ms": found}

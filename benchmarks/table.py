@@ -241,6 +241,10 @@ def robust_rules(result):
     return origin(result, f"{result['rounds']} rounds, ") + table(header, rows)
 
 
+LOOP = "clients one after another, TF32, eager"  # as gpu.py calls them
+BY_HAND = "plain BatchNorm by hand, clients one after another, TF32, eager"
+
+
 def gpu_rounds(result):
     ms, peaks = result["ms"], result["peak"]
     rows = []
@@ -262,6 +266,10 @@ def gpu_rounds(result):
     text = origin(result, f"{result['turns']} turns of {result['rounds']} rounds, ")
     text += f"Matrix products of 8192 x 8192: {measured} TFLOP/s; a round's own arithmetic: "
     text += f"{result['operations'] / 1e12:.2f} TFLOP.\n\n" + table(header, rows)
+    if LOOP in ms and BY_HAND in ms:
+        text += "\nThe loop over clients with the library (`load_statistics`, `collect`, `merge`) takes "
+        text += f"{ms[LOOP] / ms[BY_HAND]:.2f} times as long as the same loop written by hand for plain "
+        text += "BatchNorm, which loads and averages running statistics.\n"
     if "profile" in result:
         what = f": {result['profile_of']}" if "profile_of" in result else ""
         text += f"\nWhat an FBN round's time goes to, in ms (and kernels){what}:\n\n"

@@ -206,3 +206,11 @@ def test_a_page_without_marks_is_an_error(page):
     assert page.between("a<!-- x -->\nold<!-- /x -->b", "x", "new\n") == "a<!-- x -->\nnew\n<!-- /x -->b"
     with pytest.raises(ValueError, match="no marks"):
         page.between("a<!-- x -->\nold", "x", "new\n")
+
+
+def test_the_loop_over_clients_is_compared_with_the_same_loop_by_hand(page):
+    plain = {f"centralized, plain PyTorch, {k}, compiled and captured": 4.0 for k in ("TF32", "bf16")}
+    found = rounds(peak={"TF32": 4e14, "bf16": 8e14}, operations=3e11)
+    by_hand = {page.LOOP: 25.0, page.BY_HAND: 20.0}
+    assert "takes 1.25 times as long as the same loop" in page.gpu_rounds(found | {"ms": plain | by_hand})
+    assert "times as long" not in page.gpu_rounds(found | {"ms": plain | {page.LOOP: 25.0}})

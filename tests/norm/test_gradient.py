@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fedbatchnorm as fbn
+from fedbatchnorm.norm import gradient as gradient_module
 from fedbatchnorm.norm.gradient import GRADIENT, Batch, hold
 from fedbatchnorm.norm.moments import Running, measure, normalize
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from share_twin import with_share
 
 EPS = 1e-5
-SHAPES = [(12, 5), (8, 5, 7), (8, 5, 4, 4), (4, 5, 2, 3, 2)]
+SHAPES = [(12, 5), (8, 5, 7), (8, 5, 2, 2), (8, 5, 4, 4), (4, 5, 2, 3, 2)]
 
 
 def formula(x, running, weight, bias, share, clients=1):
@@ -42,6 +43,13 @@ def gradients(y, inputs, g):
     return torch.autograd.grad(y, inputs, g)
 
 
+@pytest.fixture(params=["few calls", "few passes"])
+def small(request, monkeypatch):
+    """Layers are taken to be small, or large, whatever they are."""
+    monkeypatch.setattr(gradient_module, "_FEW_CALLS_CPU", 2**30 if request.param == "few calls" else 0)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("clients", [1, 2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,6 +71,38 @@ def test_the_forward_pass_does_not_depend_on_it(shape, clients):
     assert torch.equal(y, plain)
     assert torch.equal(seen.mean, seen_too.mean)
     assert torch.equal(seen.var, seen_too.var)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(8, 5, 4, 4), (8, 5, 2, 3)])
+def test_what_is_not_to_be_trained_takes_no_gradient_and_changes_no_other(shape, layout, frozen):
+    x, running, weight, bias, g = case(shape)
+    inputs = [x.detach().to(memory_format=layout), weight.detach(), bias.detach()]
+    for i, value in enumerate(inputs):
+        value.requires_grad_(i not in frozen)
+    y, _ = normalize(inputs[0], running, weight=inputs[1], bias=inputs[2], gradient=0.7)
+    y.backward(g)
+    want = gradients(formula(x, running, weight, bias, 0.7), (x, weight, bias), g)
+    for i, value in enumerate(inputs):
+        assert (value.grad is None) == (i in frozen)
+        if value.grad is not None:
+            torch.testing.assert_close(value.grad, want[i], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("offset", [0.0, 3.0, 100.0])
+@pytest.mark.parametrize("shape", [(32, 64, 2, 2), (32, 64), (32, 16, 8, 8)])
+def test_gradients_are_exact_in_float32(shape, offset):
+    x, running, weight, bias, g = case(shape, torch.float32, scale=1.0, offset=offset)
+    y, _ = normalize(x, running, weight=weight, bias=bias, gradient=0.7)
+    got = gradients(y, (x, weight, bias), g)
+    double = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    running = running._replace(mean=running.mean.double(), var=running.var.double())
+    want = gradients(formula(double[0], running, *double[1:], 0.7), double, g.double())
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= (1e-6 + 1e-7 * offset) * b.abs().max()
 
 
 def test_without_a_share_the_gradient_is_that_of_batchnorm_in_evaluation():

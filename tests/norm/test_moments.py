@@ -65,6 +65,11 @@ def test_precision_survives_offsets_and_short_types(dtype, offset, shape, layout
         ((1, 4, 511, 511), torch.contiguous_format),
         ((1, 2, 2049, 1023), torch.contiguous_format),
         ((37, 5, 9, 7), torch.channels_last),
+        ((1025, 9, 2, 2), torch.contiguous_format),
+        ((41, 500, 2, 2), torch.contiguous_format),
+        ((2, 3000, 4, 4), torch.contiguous_format),
+        ((1, 6000, 3, 3), torch.contiguous_format),
+        ((33, 1100), torch.contiguous_format),
     ],
 )
 @pytest.mark.parametrize("values", ["normal", "sign"])
@@ -75,6 +80,18 @@ def test_precision_does_not_depend_on_how_the_count_divides(shape, layout, value
     mean, var = reference(x)
     torch.testing.assert_close(seen.mean[0].double(), mean, rtol=0, atol=1e-6)
     torch.testing.assert_close(seen.var[0].double(), var, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("offset", [2.0, 100.0, 1e4])
+@pytest.mark.parametrize("shape", [(40, 300, 2, 2), (1030, 20, 2, 2), (3, 2000, 3, 3)])
+def test_short_planes_are_as_exact_as_long_ones(shape, offset, generator):
+    x = torch.randn(shape, generator=generator) + offset
+    x[:, 0] = offset + 0.1  # to be found constant
+    x[:, 1] -= offset
+    seen, (mean, var) = measure(x), reference(x)
+    torch.testing.assert_close(seen.mean[0].double(), mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(seen.var[0].double(), var, rtol=2e-6, atol=0)
+    assert seen.var[0, 0] == 0
 
 
 def test_an_empty_batch_counts_zero():

@@ -18,12 +18,12 @@ from .gradient import Limit, check_between, check_limit, check_share, share_by_l
 from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
 from .walk import (
     Skip,
-    batch_norms,
     grouped,
     is_batch_norm,
     is_frozen,
     is_skipped,
     mark_skipped,
+    modules,
     normalizers,
     running_statistics,
     to_skip,
@@ -186,15 +186,16 @@ def inspect(model: nn.Module) -> list[Finding]:
 
 def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
     """Layer name -> layer, but for those skipped; an error names a BatchNorm that has not been converted."""
-    layers = {}
-    for name, layer in batch_norms(model):
-        if is_skipped(layer):
+    layers: dict[str, FederatedBatchNorm] = {}
+    for name, layer in modules(model):
+        federated = isinstance(layer, FederatedBatchNorm)
+        if not (federated or is_batch_norm(layer)) or is_skipped(layer):
             continue
-        if not isinstance(layer, FederatedBatchNorm):
+        if not federated:
             raise ValueError(f"layer {name!r} is a plain {type(layer).__name__}: {_how_to_convert(layer)}")
         if name in layers:
             raise ValueError(f"two layers are called {name!r} once the names of wrappers are left out")
-        layers[name] = layer
+        layers[name] = layer  # pyrefly: ignore
     return layers
 
 

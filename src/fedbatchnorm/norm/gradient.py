@@ -23,6 +23,8 @@ from .reduce import statistics_dtype
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
 _APART = 30.0  # how much a layer may let through for what lies between clients; measured on digits
+_FEW_CALLS_CPU, _FEW_CALLS = 2**17, 2**22  # values up to which calls cost more than the arithmetic
+_SHORT = 8  # values of a channel of one sample, up to which the kernels behind torch's BatchNorm crawl
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 Limit = float | Literal["auto"] | None
 
@@ -159,7 +161,9 @@ def normalize_and_hold(
     var: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    batch: Batch,
+    batch_mean: Tensor,
+    batch_var: Tensor,
+    eps: float,
     share: float | Tensor,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias with `hold` before it, for one client, in torch's kernels.
@@ -170,10 +174,12 @@ def normalize_and_hold(
         var: (c,).
         weight: (c,) or None.
         bias: (c,) or None.
-        batch: moments of x, (1, c).
+        batch_mean: (c,), of x.
+        batch_var: (c,).
+        eps: added to variances.
         share: rho.
     """
-    return _NormalizeAndHold.apply(x, mean, var, weight, bias, batch.mean[0], batch.var[0], batch.eps, share)  # pyrefly: ignore
+    return _NormalizeAndHold.apply(x, mean, var, weight, bias, batch_mean, batch_var, eps, share)  # pyrefly: ignore
 
 
 def held(
@@ -221,47 +227,69 @@ class _Hold(torch.autograd.Function):
 
 
 class _NormalizeAndHold(torch.autograd.Function):
-    """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does.
-
-    With A = weight / s the gradient is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part
-    is BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var. It is also
-    A g - A rho (mean(g) + b mean(g b)), and there the last part is the batch normalized by itself.
-    """
+    """One client's layer in torch's own kernels: its backward pass costs what BatchNorm's does."""
 
     @staticmethod
     def forward(ctx, x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
         # No `setup_context`: it binds arguments by the signature, which takes longer than a small layer.
-        ctx.eps, ctx.share, ctx.has_bias = eps, share, bias is not None
+        ctx.eps, ctx.share = eps, share
         ctx.save_for_backward(x, mean, var, weight, batch_mean, batch_var)
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, True)
 
     @staticmethod
     def backward(ctx, *gradients):
-        x, mean, var, weight, u, batch_var = ctx.saved_tensors
-        g, eps = gradients[0], ctx.eps
+        like, *constants = ctx.saved_tensors
+        g, x = gradients[0], like
         if torch.is_grad_enabled():  # to be differentiated once more
-            return _written_out(ctx, g)
-        # A small layer costs what its operations cost to call: hence as few as there can be.
-        rstd, deviation = (var + eps).rsqrt_(), (batch_var + eps).sqrt_()
-        factor = rstd if weight is None else rstd * weight
-        dx, slope, level = _share_and_sums(ctx, g, x, factor, u, batch_var, deviation)
-        # The sum of g times the shared normalization, from that of g times the batch's own.
-        for_weight = None
-        if weight is not None:
-            for_weight = (u - mean).mul_(level).addcmul_(slope, deviation).mul_(rstd)
-        return dx, None, None, for_weight, level if ctx.has_bias else None, None, None, None, None
+            return _written_out(ctx, g, x, *constants)
+        if _has_short_planes(like):
+            x, g = _side_by_side(x), _side_by_side(g)
+        few = _FEW_CALLS_CPU if x.device.type == "cpu" else _FEW_CALLS
+        dx, for_weight, for_bias = (_in_few_calls if x.numel() <= few else _in_few_passes)(
+            ctx, g, x, *constants
+        )
+        if x is not like and dx is not None:
+            dx = _as_planes(dx, like)
+        return dx, None, None, for_weight, for_bias, None, None, None, None
 
 
-def _share_and_sums(
-    ctx, g: Tensor, x: Tensor, factor: Tensor, u: Tensor, batch_var: Tensor, deviation: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The input's gradient if it is wanted, and by channel sum(g b) and sum(g)."""
+def _in_few_calls(
+    ctx, g, x, mean, var, weight, u, batch_var
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, where calls cost more than the arithmetic.
+
+    With h = g weight / s they are those of the shared normalization, but for x: (1 - rho) h, and rho times
+    BatchNorm's own gradient of h for a weight of the batch's deviation.
+    """
+    needed, share = ctx.needs_input_grad, ctx.share
+    mask = [needed[0], needed[3], needed[4]]
+    h, *others = _batch_norm_backward(g, x, weight, mean, var, None, None, False, ctx.eps, mask)
+    if needed[0]:
+        deviation = (batch_var + ctx.eps).sqrt_()
+        own, _, _ = _batch_norm_backward(
+            h, x, deviation, None, None, u, deviation.reciprocal(), True, ctx.eps, [True, False, False]
+        )
+        h.lerp_(own, share.to(h.dtype) if isinstance(share, Tensor) else share)
+    return h, *others  # pyrefly: ignore
+
+
+def _in_few_passes(
+    ctx, g, x, mean, var, weight, u, batch_var
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, where going over the values costs more than calls.
+
+    With A = weight / s that of x is A (1 - rho) g + A rho (g - mean(g) - b mean(g b)), and the last part
+    is BatchNorm's own gradient for a weight of A rho sqrt(var + eps) with the batch's var. It is also
+    A g - A rho (mean(g) + b mean(g b)), and there the last part is the batch normalized by itself.
+    """
     wanted, share, shape = ctx.needs_input_grad[0], ctx.share, (-1, *[1] * (x.dim() - 2))
+    rstd, deviation = (var + ctx.eps).rsqrt_(), (batch_var + ctx.eps).sqrt_()
+    factor = rstd if weight is None else rstd * weight
     # Where channels lie side by side, one kernel for all of it takes longer than two others.
-    one_go = wanted and x.is_contiguous()
-    weight = (factor * deviation).mul_(share) if one_go else None
+    one_go = wanted and x.is_contiguous() and x.dim() > 2
+    scale = (factor * deviation).mul_(share) if one_go else None
     dx, slope, level = _batch_norm_backward(
-        g, x, weight, None, None, u, deviation.reciprocal(), True, ctx.eps, [one_go, True, True]
+        g, x, scale, None, None, u, deviation.reciprocal(), True, ctx.eps, [one_go, True, True]
     )
     if one_go and isinstance(share, Tensor):
         dx.addcmul_(g, ((1 - share) * factor).to(g.dtype).view(shape))
@@ -271,15 +299,45 @@ def _share_and_sums(
         part = factor * (-share / (x.numel() // x.shape[1]))
         dx = torch.batch_norm(x, part * slope, part * level, u, batch_var, False, 0.0, ctx.eps, True)
         dx.addcmul_(g, factor.to(g.dtype).view(shape))
-    return dx, slope, level
+    # The sum of g times the shared normalization, from that of g times the batch's own.
+    for_weight = None
+    if weight is not None:
+        for_weight = (u - mean).mul_(level).addcmul_(slope, deviation).mul_(rstd)
+    return dx, for_weight, level if ctx.needs_input_grad[4] else None
 
 
-def _written_out(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+def _has_short_planes(x: Tensor) -> bool:
+    """Whether channels have a few values in a row, on a CPU: the kernels behind torch's BatchNorm take ten
+    times as long for those as for channels that lie side by side."""
+    shape = x.shape
+    return len(shape) > 2 and 1 < shape[2:].numel() < _SHORT and x.device.type == "cpu" and x.is_contiguous()
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(n, c, ...) to (n places, c)."""
+    return x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])
+
+
+def _as_planes(rows: Tensor, like: Tensor) -> Tensor:
+    """What `_side_by_side` was made from."""
+    return rows.view(len(like), -1, like.shape[1]).transpose(1, 2).reshape(like.shape)
+
+
+def _written_out(ctx, g, x, mean, var, weight, u, batch_var) -> tuple[Tensor | None, ...]:
     """The gradients of `_NormalizeAndHold` in operations that autograd can differentiate."""
-    x, mean, var, weight, u, batch_var = ctx.saved_tensors
     shape, over = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
     rstd = (var + ctx.eps).rsqrt()
     factor = rstd if weight is None else rstd * weight
     dx = held(g * factor.view(shape), x, u[None], batch_var[None], None, ctx.eps, ctx.share)
     for_weight = None if weight is None else (g * (x - mean.view(shape)) * rstd.view(shape)).sum(over)
-    return dx, None, None, for_weight, g.sum(over) if ctx.has_bias else None, None, None, None, None
+    return (
+        dx,
+        None,
+        None,
+        for_weight,
+        g.sum(over) if ctx.needs_input_grad[4] else None,
+        None,
+        None,
+        None,
+        None,
+    )

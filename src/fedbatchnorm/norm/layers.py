@@ -14,13 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .flat import Flat, grouped, side_by_side, split, union
 from .gradient import GRADIENT, Limit, limit_for
-from .moments import Moments, Running, absorb, accumulator_dtype, normalize, settings_problem
+from .moments import Moments, Running, absorb, accumulator_dtype, normalize, normalize_own, settings_problem
 from .reduce import in_transform
 from .watch import Noted, note, touched
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
 _TENSORS = _STATE[:-1]
-_MARKS = ("_noted", "_averaging", "_was_reset")
+_MARKS = ("_noted", "_averaging", "_was_reset", "_added")
 _PENDING = 64  # passes that are kept as they came before they are added up
 
 
@@ -42,6 +42,7 @@ class FederatedBatchNorm(_BatchNorm):
     _noted: Noted | None = None  # the running statistics as they were given to the layer
     _averaging = False  # whether torch's update_bn is at work: then it is a plain BatchNorm
     _was_reset = False
+    _added = True  # whether the accumulators may hold anything: asking them would wait for the device
 
     def __init__(self, *args, **kwargs):
         # The arguments are those of torch's class, which differ between versions of torch.
@@ -104,7 +105,11 @@ class FederatedBatchNorm(_BatchNorm):
         assert like is not None
         self._pending: list[_Pass] = []
         if "_seen" in self.__dict__ and self._seen.device == like.device:
-            torch._foreach_zero_(self._accumulators())  # in place: a compiled graph may hold these tensors
+            if self._added:
+                torch._foreach_zero_(
+                    self._accumulators()
+                )  # in place: a compiled graph may hold these tensors
+                self._added = False
             return
         with torch.inference_mode(False):  # tensors made inside could not be changed outside
             self._count = torch.zeros((), dtype=torch.int64, device=like.device)
@@ -113,6 +118,7 @@ class FederatedBatchNorm(_BatchNorm):
             self._seen = torch.zeros(shape, dtype=accumulator_dtype(like), device=like.device)
             self._count_before = self._count.clone()
             self._seen_before = self._seen.clone()
+        self._added = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize; in training also measure, unless activation checkpointing is recomputing."""
@@ -121,31 +127,32 @@ class FederatedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if "_is_replica" in self.__dict__:
             raise RuntimeError("DataParallel would mix up what its replicas see: use DistributedDataParallel")
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        running = Running(self.running_mean, self.running_var, eps=self.eps)
-        limit = limit_for(self.gradient) if self.limit == "auto" else self.limit
-        held = {"gradient": self.gradient, "limit": limit}
-        y, moments = normalize(input, running, weight=self.weight, bias=self.bias, **held)
-        if torch.compiler.is_compiling():
-            self._keep()
-            self._add(moments)
-        elif torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            if in_transform():
+        buffers = self._buffers  # as attributes they would take several times as long
+        running = Running(buffers["running_mean"], buffers["running_var"], eps=self.eps)  # pyrefly: ignore
+        weight, bias, gradient = self.weight, self.bias, self.gradient
+        limit = limit_for(gradient) if self.limit == "auto" else self.limit
+        if torch.compiler.is_compiling() or in_transform():
+            y, moments = normalize(input, running, weight=weight, bias=bias, gradient=gradient, limit=limit)
+            if torch.compiler.is_compiling():
+                self._keep()
+                self._add(moments)
+            elif _is_forward():
                 _Remember.apply(self, None, *moments)
-            else:
-                self._remember(self._weight_version(), moments)
+            return y
+        y, moments = normalize_own(input, running, weight, bias, gradient, limit)
+        if _is_forward():
+            self._remember(weight, moments)
         return y
 
     def step_is_open(self) -> bool | None:
         """Whether the optimizer has left the weight alone since the last pass; None if unknown."""
         if not self._pending or self._pending[-1].version is None:
             return None
-        return self._pending[-1].version == self._weight_version()
+        return self._pending[-1].version == _version(self.weight)
 
     def discard_step(self) -> None:
         """Drop what the last step added; see `fedbatchnorm.discard_step`."""
-        if bool(self._count != self._count_before):  # it was compiled
+        if self._added and bool(self._count != self._count_before):  # it was compiled
             self._count.copy_(self._count_before)
             self._seen.copy_(self._seen_before)
         elif self._pending:
@@ -166,31 +173,28 @@ class FederatedBatchNorm(_BatchNorm):
     def _accumulators(self) -> list[Tensor]:
         return [getattr(self, name) for name in _TENSORS]
 
-    def _weight_version(self) -> int | None:
-        """A number that changes when the optimizer steps; None where nothing tells."""
-        weight = self.weight
-        known = weight is not None and weight.requires_grad and weight.is_leaf
-        return weight._version if known else None
-
-    def _remember(self, version: int | None, moments: Moments) -> None:
+    def _remember(self, weight: Tensor | None, moments: Moments) -> None:
         """Keep a pass as it came; long lists are added up, so that a pass costs next to nothing.
 
         A pass begins a step if the weight has changed since the last one, or has no gradient yet:
         not every optimizer can be seen to change it.
         """
-        begins = version is None or self.weight.grad is None
-        if not self._pending:
+        version, pending = _version(weight), self._pending
+        if not pending:
             begins = True
-            self._keep()  # what a compiled pass added before is no longer the last step
-        self._pending.append(_Pass(begins or version != self._pending[-1].version, version, moments))
-        if len(self._pending) >= _PENDING:
+            if self._added:
+                self._keep()  # what a compiled pass added before is no longer the last step
+        else:
+            begins = version is None or version != pending[-1].version or weight.grad is None  # pyrefly: ignore
+        pending.append(_Pass(begins, version, moments))
+        if len(pending) >= _PENDING:
             self._settle(self._last_step())
-        if len(self._pending) >= _PENDING:  # all one step: one entry for all of it
+        if len(pending) >= _PENDING:  # all one step: one entry for all of it
             nothing = Moments(torch.zeros_like(self._count), *torch.zeros_like(self._seen))
-            step, refused = absorb(nothing, _stack([p.moments for p in self._pending], self._seen.device))
+            step, refused = absorb(nothing, _stack([p.moments for p in pending], self._seen.device))
             self._refused.add_(refused)
-            rows = Moments(int(step.count), step.mean.unsqueeze(0), step.var.unsqueeze(0))
-            self._pending[:] = [_Pass(True, version, rows)]
+            self._added = True
+            pending[:] = [_Pass(True, version, step._replace(count=int(step.count)))]
 
     def _last_step(self) -> int:
         """Where in the pending passes the last step begins."""
@@ -213,6 +217,7 @@ class FederatedBatchNorm(_BatchNorm):
         self._count.copy_(torch.as_tensor(seen.count))
         self._seen.copy_(torch.stack([seen.mean, seen.var]))
         self._refused.add_(refused)
+        self._added = True
 
     def _apply(self, fn, recurse=True):
         as_given = self.running_mean is not None and self._noted is not None and not touched({"": self})
@@ -233,11 +238,22 @@ class FederatedBatchNorm(_BatchNorm):
         note([self])
 
 
+def _is_forward() -> bool:
+    """Whether no backward pass is at work, as where activation checkpointing computes anew."""
+    return torch._C._current_graph_task_id() == -1
+
+
+def _version(weight: Tensor | None) -> int | None:
+    """A number that changes when the optimizer steps; None where nothing tells."""
+    known = weight is not None and weight.requires_grad and weight.is_leaf
+    return weight._version if known else None
+
+
 def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
     """What each layer has seen in the round, float64 on the CPU, and how many passes it refused.
 
     Layers that saw equally many passes are taken together: the number of operations does not grow with them,
-    and a device is waited for twice.
+    and a device is waited for once, or twice where passes were added up.
     """
     found: list[tuple[Moments, int] | None] = [None] * len(layers)
     for group in grouped(range(len(layers)), lambda i: _kind(layers[i])):
@@ -257,19 +273,12 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
             continue
         for layer in group:
             layer._pending.clear()
-        if not _untouched(group):
-            for kind in zip(*(layer._accumulators() for layer in group), strict=True):
+        added = [layer for layer in group if layer._added]
+        if added:
+            for kind in zip(*(layer._accumulators() for layer in added), strict=True):
                 torch._foreach_zero_(kind)
-
-
-def _untouched(layers: Sequence[FederatedBatchNorm]) -> bool:
-    """Whether the accumulators are known to be empty: nothing was added up and nothing was refused.
-
-    Reading two numbers of each layer takes a CPU less than writing to all of them; elsewhere it would wait.
-    """
-    if layers[0]._seen.device.type != "cpu":
-        return False
-    return not torch.stack([number for layer in layers for number in (layer._count, layer._refused)]).any()
+            for layer in added:
+                layer._added = False
 
 
 def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
@@ -278,30 +287,32 @@ def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
 
 def _kind(layer: FederatedBatchNorm) -> tuple:
     """What layers must have in common to be taken together."""
-    return layer._seen.device, layer._seen.dtype, tuple(len(p.moments.mean) for p in layer._pending)
+    return (
+        layer._seen.device,
+        layer._seen.dtype,
+        layer._added,
+        *[p.moments.mean.shape[:-1] for p in layer._pending],
+    )
 
 
 def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
-    """What these layers have seen, pending passes included, on the CPU."""
+    """What these layers have seen, pending passes included, on the CPU (at most two waits for a device)."""
     like, counts, values = layers[0]._seen, [], []  # (rows, L), (2, rows, d)
-    passes = range(len(layers[0]._pending))
-    if not passes or not _untouched(layers):
-        counts.append(torch.stack([layer._count for layer in layers]).unsqueeze(0))
+    refused = torch.zeros(len(layers), dtype=torch.int64)
+    if layers[0]._added or not layers[0]._pending:
+        numbers = torch.stack([n for layer in layers for n in (layer._count, layer._refused)]).cpu()
+        count, refused = numbers.view(-1, 2).unbind(1)
+        counts.append(count.unsqueeze(0))
         values.append(side_by_side([layer._seen for layer in layers], 1).unsqueeze(1))
-    for i in passes:
-        moments = [layer._pending[i].moments for layer in layers]
-        both = side_by_side([m.mean for m in moments], 1), side_by_side([m.var for m in moments], 1)
-        values.append(torch.stack(both).to(like))
-        counts += [torch.tensor([[m.count for m in moments]] * len(moments[0].mean), device=like.device)]
-    count, (mean, var) = torch.cat(counts), torch.cat(values, 1)
-    refused = torch.stack([layer._refused for layer in layers])
-    if len(count) == 1 and like.device.type == "cpu" and (mean.sum() + var.sum()).isfinite():
-        return Flat(count[0], refused, mean[0].double(), var[0].double())  # a union of one
-    flat = union(count, mean, var, torch.tensor(sizes, device=like.device))
-    refused = flat.refused + refused
-    numbers = torch.stack([flat.count, refused]).cpu()
-    mean, var = torch.stack([flat.mean, flat.var]).detach().cpu().double()
-    return Flat(numbers[0], numbers[1], mean, var)
+    for moments in zip(*([p.moments for p in layer._pending] for layer in layers), strict=True):
+        both = side_by_side([*(m.mean for m in moments), *(m.var for m in moments)], -1).to(like.dtype)
+        values.append(both.view(-1, 2, sum(sizes)).transpose(0, 1))
+        counts.append(torch.tensor([[m.count for m in moments]] * values[-1].shape[1]))
+    count, (mean, var) = torch.cat(counts), torch.cat(values, 1).detach().cpu().double()
+    if len(count) == 1 and (mean.sum() + var.sum()).isfinite():
+        return Flat(count[0], refused, mean[0], var[0])  # a union of one
+    flat = union(count, mean, var, torch.tensor(sizes))
+    return flat._replace(refused=flat.refused + refused)
 
 
 class FederatedBatchNorm1d(FederatedBatchNorm, nn.BatchNorm1d):
@@ -356,9 +367,11 @@ class _Pass(NamedTuple):
 
 
 def _stack(passes: list[Moments], device: torch.device) -> Moments:
-    counts = torch.tensor([p.count for p in passes for _ in range(len(p.mean))], device=device)
-    means, variances = side_by_side([p.mean for p in passes]), side_by_side([p.var for p in passes])
-    return Moments(counts, means.to(device), variances.to(device))
+    """Rows of passes, each of which has moments of shape (c,) or, mapped over clients, (n, c)."""
+    means, variances = ([torch.atleast_2d(p[i]) for p in passes] for i in (1, 2))
+    rows = [p.count for p, mean in zip(passes, means, strict=True) for _ in mean]
+    mean, var = side_by_side(means).to(device), side_by_side(variances).to(device)
+    return Moments(torch.tensor(rows, device=device), mean, var)
 
 
 class _Remember(torch.autograd.Function):

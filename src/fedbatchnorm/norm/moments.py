@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .gradient import Batch, hold, limited, normalize_and_hold
-from .reduce import in_transform, mean_and_variance, over_channels, statistics_dtype
+from .reduce import in_transform, mean_and_variance, one_client, over_channels, statistics_dtype
 
 _SHOWN, _SHOWN_BITS = 200, 256  # of a value in a message: characters of text, bits of an integer
 _LARGEST = sys.float_info.max
@@ -110,6 +110,32 @@ def normalize(
     return with_constants(x, running, weight, bias, moments, gradient, limit), moments
 
 
+def normalize_own(
+    x: Tensor,
+    running: Running,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gradient: float | Tensor,
+    limit: float | Tensor | None,
+) -> tuple[Tensor, Moments]:
+    """`normalize` for one client and moments of shape (c,): what a layer does in every step.
+
+    What a small layer costs is the number of calls, of Python as of torch: hence as few as there can be.
+    """
+    mean, var = running.mean, running.var
+    ordinary = limit is None and x.dim() > 1 and x.numel() and x.device.type in ("cpu", "cuda")
+    held = isinstance(gradient, Tensor) or gradient != 0
+    if ordinary and not (held and (x.dtype != mean.dtype or not x.requires_grad)) and not mean.requires_grad:
+        seen = one_client(x.detach())
+        if held and torch.autograd.forward_ad._current_level < 0:
+            y = normalize_and_hold(x, mean, var, weight, bias, *seen, running.eps, gradient)
+        else:
+            y = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, running.eps, True)
+        return y, Moments(x.numel() // x.shape[1], *seen)
+    y, moments = normalize(x, running, weight=weight, bias=bias, gradient=gradient, limit=limit)
+    return y, Moments(moments.count, moments.mean[0], moments.var[0])
+
+
 def with_constants(
     x: Tensor,
     running: Running,
@@ -151,7 +177,10 @@ def with_constants(
         batch = Batch(seen.mean, seen.var, running.eps, keep)
         alone = len(seen.mean) == 1 and keep is None and x.dtype == mean.dtype
         if alone and not (plain or in_transform()):
-            return normalize_and_hold(x, mean, var, weight, bias, batch, gradient)
+            batch_mean, batch_var = seen.mean[0], seen.var[0]
+            return normalize_and_hold(
+                x, mean, var, weight, bias, batch_mean, batch_var, running.eps, gradient
+            )
         x = hold(x, batch, gradient)
     if plain:
         return written_out(x, mean, var, weight, bias, running.eps)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 # The quick ways of `_quick` add up in float32. Sums of squares lose 1 + mean^2/variance of their
-# relative precision, sums over rows at worst half an epsilon a row: short sums keep both small.
-_PLANES_LIMIT, _LARGEST_PLANE = 4.0, 16384
+# relative precision, sums over rows at worst half an epsilon a row: short sums keep both small. A plane is
+# what one channel of one sample has; short planes are better added up across samples.
+_PLANES_LIMIT, _LARGEST_PLANE, _SMALLEST_PLANE = 4.0, 16384, 17
 _ROWS_TOLERANCE, _LONGEST_COLUMN = 1e-4, 4096
 _GROUPS, _FEW_ROWS = 32, 1024
 _SMALL = 2**14  # values of a client, up to which calls cost more than the arithmetic
@@ -61,12 +62,12 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
         if clients == 1 and x.device.type in ("cpu", "cuda"):
-            mean, var = _one_client(x)
+            mean, var = one_client(x)
             return mean.unsqueeze(0), var.unsqueeze(0)
         if x.device.type == "cpu" and x.numel() <= clients * _SMALL:
             return _in_float64(x, clients)
         if x.device.type == "cpu":
-            means, variances = zip(*map(_one_client, x.chunk(clients)), strict=True)
+            means, variances = zip(*map(one_client, x.chunk(clients)), strict=True)
             return torch.stack(means), torch.stack(variances)
         return in_one_go(x, clients)
 
@@ -113,7 +114,7 @@ def in_one_go(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     return first.view_as(shift) + shift, (rest.square().mean(dims) - shift.square()).clamp(min=0)
 
 
-def _one_client(x: Tensor) -> tuple[Tensor, Tensor]:
+def one_client(x: Tensor) -> tuple[Tensor, Tensor]:
     """One client's mean and biased variance, (c,), in the fastest way that is exact enough.
 
     A quick way comes first; it is trusted in a channel while mean^2 / variance is so small that its
@@ -153,29 +154,46 @@ def _quick(x: Tensor) -> tuple[Tensor, Tensor, float]:
     """Mean, variance, and the mean^2 / variance up to which they are good, for float32 on a CPU."""
     channels = x.shape[1]
     count = x.numel() // channels
-    if x.is_contiguous() and count > len(x):
-        if count > len(x) * _LARGEST_PLANE:
-            return *_two_passes(x), math.inf
-        # Sums and norms of each sample's channel run at the speed of memory; the rest is float64.
-        planes = x.flatten(2)
-        mean = planes.sum(-1).sum(0, dtype=torch.float64) / count
-        square = torch.linalg.vector_norm(planes, dim=-1).square().sum(0, dtype=torch.float64) / count
-        return mean.float(), torch.addcmul(square, mean, mean, value=-1).float(), _PLANES_LIMIT
-    # Channels lie side by side: the kernel adds up row after row in float32. Taken as (k/32, 32 c)
-    # the same memory has 32 times fewer rows to add up, and the groups are brought together after.
-    groups = max(_GROUPS, count // _LONGEST_COLUMN) if count > _FEW_ROWS else 1
+    plane = count // len(x)
+    if plane == 1 or not x.is_contiguous():  # channels lie side by side
+        return _by_columns(
+            x if x.dim() == 2 else x.permute(0, *range(2, x.dim()), 1).reshape(count, channels)
+        )
+    if plane > _LARGEST_PLANE:
+        return *_two_passes(x), math.inf
+    if plane < _SMALLEST_PLANE:  # each place of a channel's is a column, and they are brought together after
+        mean, var, _ = _by_columns(x.view(len(x), channels * plane))
+        mean, between = _two_passes(mean.view(1, channels, plane))
+        return mean, var.view(channels, plane).mean(1).add_(between), _PLANES_LIMIT
+    # Sums and norms of each sample's channel run at the speed of memory; the rest is float64.
+    planes = x.flatten(2)
+    mean = planes.sum(-1).sum(0, dtype=torch.float64) / count
+    square = torch.linalg.vector_norm(planes, dim=-1).square().sum(0, dtype=torch.float64) / count
+    return mean.float(), torch.addcmul(square, mean, mean, value=-1).float(), _PLANES_LIMIT
+
+
+def _by_columns(rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    """`_quick` for the columns of rows (k, c)."""
+    # The kernel adds up row after row in float32. Taken as (k/32, 32 c) the same memory has 32 times
+    # fewer rows to add up, and the groups are brought together after.
+    count, columns = rows.shape
+    if count <= _FEW_ROWS:
+        return *_two_passes(rows), _rows_limit(count)
+    groups = max(_GROUPS, count // _LONGEST_COLUMN)
     each, left = divmod(count, groups)
-    rows, tail = x.permute(0, *range(2, x.dim()), 1), None
-    if left:
-        rows, tail = rows.reshape(count, channels).split([count - left, left])
-    mean, var = _two_passes(rows.reshape(each, groups * channels))
-    if groups > 1:
-        mean, between = _two_passes(mean.view(groups, channels))
-        within, _ = _two_passes(var.view(groups, channels))
-        var = within.add_(between)
+    rows, tail = rows.split([count - left, left]) if left else (rows, None)
+    mean, var = _two_passes(rows.reshape(each, groups * columns))
+    mean, between = _two_passes(mean.view(groups, columns))
+    within, _ = _two_passes(var.view(groups, columns))
+    var = within.add_(between)
     if tail is not None:  # by Chan's formula for two
         share, (tail_mean, tail_var) = left / count, _two_passes(tail)
         apart = tail_mean - mean
         mean = mean + share * apart
         var = (1 - share) * var + share * tail_var + share * (1 - share) * apart.square()
-    return mean, var, _ROWS_TOLERANCE / (each * _EPSILON / 2) ** 2
+    return mean, var, _rows_limit(each)
+
+
+def _rows_limit(rows: int) -> float:
+    """The mean^2 / variance up to which rows that were added up in float32 are good."""
+    return _ROWS_TOLERANCE / (rows * _EPSILON / 2) ** 2

@@ -20,11 +20,6 @@ _SKIPPED = "_fedbatchnorm_skipped"  # an attribute of the layer, so that copies 
 _NAMED = 3  # layers that a message names before it counts the rest
 
 
-def batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every BatchNorm once, under its first name and without the names of wrappers."""
-    return ((name, module) for name, module in _modules(model) if is_batch_norm(module))
-
-
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether it is torch's BatchNorm or made from it, as it is or scripted."""
     if not isinstance(module, _KINDS):
@@ -34,7 +29,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 def normalizers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every BatchNorm, and everything else that keeps running statistics of its own."""
-    for name, module in _modules(model):
+    for name, module in modules(model):
         if is_batch_norm(module) or running_statistics(module):
             yield name, module
 
@@ -116,20 +111,21 @@ def grouped(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module once, under its first name and without the names of wrappers.
 
     Each round of a client walks through its model four times: hence a list and no generators within others.
     """
-    seen: set[int] = {id(model)}
+    seen: set[nn.Module] = {model}
     found: list[tuple[str, nn.Module]] = [("", model)]
 
     def walk(module: nn.Module, place: str, prefix: str) -> None:
+        wraps = isinstance(module, _WRAPPERS)
         for name, child in module._modules.items():
-            if child is None or id(child) in seen:
+            if child is None or child in seen:
                 continue
-            seen.add(id(child))
-            wrapper = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _WRAPPERS))
+            seen.add(child)
+            wrapper = name in _WRAPPER_NAMES or (wraps and name == "module")
             inside = place if wrapper else prefix + name
             found.append((inside, child))
             if child._modules:

@@ -41,13 +41,13 @@ def touched(layers: Mapping[str, Any]) -> list[str]:
 
     Writing the same values once more is no change: DistributedDataParallel does it in every step.
     """
-    names = {id(layer): name for name, layer in layers.items() if layer._noted is not None}
-    found = []
-    for group in _alike(layer for layer in layers.values() if id(layer) in names):
-        if group[0].running_mean.is_meta:
+    found: list[str] = []
+    for group in _alike(layer for layer in layers.values() if layer._noted is not None):
+        if group[0]._buffers["running_mean"].is_meta:
             continue
         then = [layer._noted.values for layer in group]
         if not _equal(_side_by_side(group), torch.cat(then)):
+            names = {id(layer): name for name, layer in layers.items()}
             pairs = zip(group, _values(group), then, strict=True)
             found += [names[id(layer)] for layer, one, two in pairs if not _equal(one, two)]
     return found
