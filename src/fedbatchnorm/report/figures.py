@@ -1,4 +1,4 @@
-"""Charts in print, drawn with matplotlib: one style, and labels at the lines' ends."""
+"""Charts in print, drawn with matplotlib in one style, with labels at the lines' ends."""
 
 import functools
 import io
@@ -87,7 +87,7 @@ def draw(chart: Chart) -> Figure:
 
 @styled
 def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
-    """Who holds which classes: a disc for each client and class, its area the number of samples."""
+    """Which client holds which classes: a disc for each pair, its area the number of samples."""
     return draw(holdings_chart(holdings, _printable(title), "holdings"))
 
 
@@ -249,5 +249,5 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _printable(text: object) -> str:
-    """What a file's text says, without characters that a font cannot show."""
+    """A text without characters that a font cannot show."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
