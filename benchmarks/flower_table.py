@@ -38,8 +38,7 @@ def _seeds(result, cells):
     words = f"Test accuracy (%), {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     words += f"; {missing} of {len(seeds) * cells} pairs of runs are missing" if missing else ""
     starred = any("diverged" in row["ours"] for row in result["rows"])
-    words += "; * stopped as diverged, the last good state's." if starred else "."
-    return words + (f" ({result['note']}.)" if "note" in result else "")
+    return words + ("; * stopped as diverged, the last good state's." if starred else ".")
 
 
 def _origin(result):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fedbatchnorm.report.figures import COLORS, LINES, MARKERS, styled, svg
+from fedbatchnorm.report.figures import LINES, MARKERS, styled, svg
+from fedbatchnorm.report.palette import COLORS
 from fedbatchnorm.simulation.schemes import SCHEMES
 
 
@@ -15,7 +16,7 @@ from fedbatchnorm.simulation.schemes import SCHEMES
 def flower(results: Path) -> Figure:
     """Accuracy over rounds on Flower, with and without federated BatchNorm."""
     result = json.loads((results / "flower-cpu.json").read_text())
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     axis = figure.subplots()
     for name, label, color, marker in (
         ("FBN", "FedAvg, federated BatchNorm", COLORS[1], "o"),
@@ -28,11 +29,10 @@ def flower(results: Path) -> Figure:
         middle = [statistics.median(values) for values in zip(*curves, strict=True)]
         axis.plot(rounds, middle, color=color, marker=marker, markersize=3, linewidth=1.8, label=label)
     simulated = 100 * statistics.fmean(row["simulator"] for row in result["rows"])
-    axis.axhline(
-        simulated, color="black", linestyle="--", linewidth=1, label="the simulator, FBN, at the end"
-    )
+    label = "simulator with FBN, after the last round"
+    axis.axhline(simulated, color=COLORS[0], linestyle="--", linewidth=1, label=label)
     axis.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
-    axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -40,7 +40,7 @@ def flower(results: Path) -> Figure:
 def growth(results: Path) -> Figure:
     """Time and memory of a round on a GPU against the number of clients."""
     rows = json.loads((results / "growth-h200.json").read_text())["growth"]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2)
     for axis, label, read in (
         (panels[0], "ms a round", lambda row: row["ms"]),
@@ -60,7 +60,7 @@ def growth(results: Path) -> Figure:
         axis.set(xscale="log", yscale="log", xlabel="clients", ylabel=label)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -71,7 +71,7 @@ def schemes(results: Path) -> Figure:
     splits = list(dict.fromkeys(row["split"] for row in rows))
     names = [name for name in SCHEMES if any(row["scheme"] == name for row in rows)]
     rates = sorted({row["lr"] for row in rows})
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     panels = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
     for axis, split in zip(panels, splits, strict=True):
         for i, rate in enumerate(rates):
@@ -81,11 +81,11 @@ def schemes(results: Path) -> Figure:
                     found.setdefault(row["scheme"], []).append(100 * row["accuracy"])
             axis.plot(
                 [statistics.fmean(values) for values in found.values()],
-                [names.index(name) for name in found],
+                [names.index(name) + 0.22 * (i - (len(rates) - 1) / 2) for name in found],
                 color=COLORS[i + 1],
                 marker=MARKERS[i],
                 linestyle="",
-                markersize=6,
+                markersize=5.5,
                 label=f"learning rate {rate:g}",
             )
         axis.set(title=split, xlabel="test accuracy (%)", ylim=(len(names) - 0.5, -0.5))

@@ -22,9 +22,14 @@ RESULTS = ROOT / "results" / "benchmarks"
 
 HEAD = """# Speed
 
-Written by `python benchmarks/table.py` from `results/benchmarks/`; do not edit. Within a run, the
-contenders take turns, so that other load on the machine affects all of them alike. Numbers are medians,
-and ratios of medians.
+How much time FBN adds to training on a client, what the server's work costs, and how fast the simulator is.
+The first three sections are for federations on Flower, NVFlare or a loop of your own, the others for
+simulations.
+
+Within a run, the contenders take turns, so that other load on the machine affects all of them alike. Numbers
+are medians and ratios of medians. Each table names the machine and the commit. The scripts that measured them
+are in `benchmarks/`, and this page is written by `python benchmarks/table.py` from `results/benchmarks/`; do
+not edit it.
 """
 
 LAYERS = """
@@ -39,25 +44,24 @@ launches more of them.
 EXCHANGE = """
 ## A client's step, and what is exchanged
 
-Three comparisons. Forward, loss, backward and SGD step of a whole model with FBN, relative to the same
-model with torch's BatchNorm. `collect` and `load_statistics` together, as a share of such a step (for a
-round of one step). And the server's `merge` of many clients' updates, checks included, beside Flower's
-averaging of the same model's parameters (its `aggregate`, used by FedAvg) and beside plain loops over
-layers and clients without checks. `python benchmarks/exchange.py` measures them on your machine.
-"Before" is an earlier version that handled each layer and client separately: `collect` took 64
-operations for each layer. It now takes fewer than 100 in all.
+The first table has, for a whole model, forward, loss, backward and SGD step with FBN, relative to the same
+model with torch's BatchNorm; and `collect` and `load_statistics` together, as a share of such a step (in a
+round of one step). The second has the server's `merge` of many clients' updates, checks included, beside
+Flower's averaging of the same model's parameters (its `aggregate`, used by FedAvg) and beside plain loops
+over layers and clients without checks. "Before" is an earlier version that handled each layer and client
+separately. `python benchmarks/exchange.py` measures them on your machine.
 """
 
 ROUNDS = """
 ## A federated round
 
-`python benchmarks/round.py` measures it on your machine. The loop is what one would write with the
-library alone: the clients' forward and backward passes one after another, then `collect` and `merge`.
-Plain PyTorch is a centralized step on the merged batch with torch's own BatchNorm and SGD. On a CPU, the
-simulator puts as many clients into a pass as fit into the cache. For the large network that is one
-client, so the round takes as long as the loop; for the small network it is all of them. With default
-settings, the C library returns the memory of large activations to the system after each use. This makes
-one batch of 500 slower than ten of 50.
+One round of distributed SGD in the simulator on a CPU; `python benchmarks/round.py` measures it on your
+machine. The loop is what one would write with the library alone: the clients' forward and backward passes
+one after another, then `collect` and `merge`. Plain PyTorch is a centralized step on the merged batch with
+torch's own BatchNorm and SGD. The simulator puts as many clients into a pass as fit into the cache. For the
+large network that is one client, so the round takes as long as the loop; for the small network it is all of
+them. One batch of 500 is slower than ten of 50, because with its default settings the C library returns the
+memory of large activations to the system after each use.
 """
 
 
@@ -80,8 +84,8 @@ GROWTH = """
 
 Time and memory of FBN in TF32 grow with the number of images in a round, not with the number of clients
 (`python benchmarks/gpu.py --growth`). A thousand clients with one image each take longer than one client
-with a thousand, because the host draws a batch for every client and the GPU waits for it. If all images
-together do not fit into memory, `Simulation(chunk=100)` puts 100 clients into a pass.
+with a thousand, because the host draws a batch for every client and the GPU waits for it. If the images of
+a round do not fit into memory together, `Simulation(chunk=100)` puts 100 clients into a pass.
 
 ![Milliseconds and memory of a round against the number of clients](images/growth.svg)
 """
@@ -95,7 +99,7 @@ bytes, since their content does not affect the time. Where pfl-research was meas
 ours in the same run, with its images on the GPU from the start. "Times as fast as pfl-research" is the
 time of its fastest row in the same precision, divided by the row's own time. "Lanes" are clients side by
 side, each in its own stream; without that word, all clients take a step in one pass ([how it
-runs](fedavg.md#how-it-runs)). Commits before 721b51a only have lanes.
+runs](fedavg.md#how-it-runs)).
 """
 PFL, TEN = "pfl-research", "ten rounds of distributed SGD"
 FEDAVG_PARTS = {  # part -> what it is, whether pfl-research takes part
@@ -136,10 +140,10 @@ machine.
 RULES = """
 ## Robust rules
 
-Time of each rule relative to straightforward numpy that goes client by client: below 1, ours is faster.
-Ours includes the checks of what was sent, which shows for the smallest sizes and for the plain mean. f
-is the largest that n allows. Nearest-neighbor mixing needs memory for an (n, n) matrix and a block of
-columns besides its result. `python benchmarks/rules.py` measures it on your machine.
+Time of each rule relative to a straightforward numpy loop over clients: below 1, ours is faster. Ours
+includes the checks of the rows, which matters for the smallest sizes and for the plain mean. f is the
+largest number that n allows. Besides its result, nearest-neighbor mixing needs memory for an (n, n) matrix
+and a block of columns. `python benchmarks/rules.py` measures it on your machine.
 """
 
 
@@ -465,12 +469,12 @@ def page(results=RESULTS):
 
     text = HEAD + LAYERS + sections("layer-*.json", layers)
     text += optional(EXCHANGE, "exchange-*.json", exchanges)
+    text += RULES + sections("rules-*.json", robust_rules)
     text += ROUNDS + sections("round-*.json", federated_rounds)
     text += ON_A_GPU + sections("gpu-*.json", gpu_rounds)
     text += GROWTH + sections("growth-*.json", growth)
     text += optional(FEDAVG, "fedavg-*.json", fedavg_rounds)
     text += EXACTNESS + sections("exactness-*.json", exactness)
-    text += RULES + sections("rules-*.json", robust_rules)
     return text + optional(ACCURACY, "schemes-*.json", scheme_accuracies)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from table import per_cent, table, write_or_check
 
-from fedbatchnorm.report.figures import COLORS, LINES, styled, svg
+from fedbatchnorm.report.figures import LINES, styled, svg
+from fedbatchnorm.report.palette import COLORS
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGE = ROOT / "docs" / "training.md", ROOT / "docs" / "images" / "dynamics.svg"

@@ -1,4 +1,4 @@
-"""The command `fedbatchnorm`: run, reproduce, report, and look at what there is."""
+"""The command `fedbatchnorm`: run, reproduce, report, and list."""
 
 import importlib.util
 import io
@@ -50,12 +50,12 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "failed to allocate")
 
 
 class IncompleteError(RuntimeError):
-    """All was done that could be, and something that was asked for is not there."""
+    """Everything possible was done, but something that was asked for is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where to run, and where to put what comes out: not part of a run's name."""
+    """Where to run and where to save results. These do not change a run's name."""
 
     out: Path = Path("runs")
     """Folder of the runs: one folder for each configuration, named after its hash."""
@@ -75,7 +75,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """A file that has what flags have, to keep and to share: not part of a run's name."""
+    """A file with settings instead of flags. It does not change a run's name."""
 
     config: Path | None = None
     """Read settings from this TOML file, with a value or a list for each; flags that are given, too, count
@@ -85,7 +85,7 @@ class SettingsFile:
 
 
 def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> None:
-    """See in about a minute why BatchNorm fails in federated learning, and FBN does not.
+    """Show in about a minute why BatchNorm fails in federated learning, and that FBN does not.
 
     Trains a small network on scikit-learn's digits with all four schemes, at three levels of heterogeneity,
     and normalizes the paper's Gaussian ring (figures 1 and 2). Nothing is downloaded. Ends with a table and
@@ -119,9 +119,9 @@ def run(
 ) -> None:
     """Train federations, from the first round to the last: one, or every combination of a grid.
 
-    A flag of a run takes several values, separated by commas; 0..4 is 0,1,2,3,4. Interrupt with Ctrl-C and
-    run the same command again: it continues where it was, to the same result. Finished runs are not run
-    again. Several processes with the same --out share a grid.
+    Flags accept several values, separated by commas; 0..4 means 0,1,2,3,4. Interrupt with Ctrl-C and run the
+    same command again: it continues where it stopped, with the same result. Finished runs are skipped.
+    Several processes with the same --out share a grid.
 
     Example: fedbatchnorm run --dataset cifar10 --scheme fbn --partition gamma --gamma 0 --seed 0
 
@@ -158,7 +158,7 @@ def run(
 
 
 def _conclude(where: Where, name: str) -> None:
-    """What came out of a run."""
+    """The result of a run, for the terminal."""
     results, left_out = read_results(where.out / name)
     if not results:
         raise ValueError(
@@ -182,10 +182,10 @@ def reproduce(
     precision: Precision = "tf32",
     known: Path | None = None,
 ) -> None:
-    """Run all that a figure of the paper needs, and draw it.
+    """Run everything that a figure of the paper needs, and draw it.
 
-    Runs that are finished are skipped, so that figures share runs, and an interrupted reproduction continues.
-    Start it several times with the same --out, on several GPUs or as a job array, and they share the work.
+    Finished runs are skipped, so figures share runs, and an interrupted reproduction continues. Processes
+    started with the same --out, on several GPUs or as a job array, share the work.
 
     Example: fedbatchnorm reproduce fig3 --scale full --seeds 3 --data-dir ~/data
 
@@ -193,8 +193,8 @@ def reproduce(
         figure: fig1 to fig13, numbered as in the paper, or all of them: `all`.
         scale: full is CIFAR-10 with the paper's settings (a GPU, or days); small is digits, in minutes.
         seeds: repetitions, for mean and spread.
-        precision: float32, tf32 (on a GPU's TF32 cores where it has them), bf16, float64.
-        known: a folder or file of runs (see `collect`) that need not be run again.
+        precision: float32, tf32 (float32 with TF32 tensor cores on a GPU), bf16, float64.
+        known: a folder or file of runs (see `collect`) that are not run again.
     """
     names = list(catalogue.FIGURES) if figure == "all" else [figure]
     unknown = [name for name in names if name not in catalogue.FIGURES]
@@ -228,11 +228,11 @@ def report(
     Example: fedbatchnorm report results --markdown docs/reproduction.md
 
     Args:
-        runs: folders that were given as --out, or files made by `collect`.
-        out: where the page and the figures go; RUNS/report if not given.
-        markdown: write a Markdown page here in place of the HTML page, its figures in a folder beside it.
-        csv: write a table here in place of the page: a row for each run, with every setting.
-        csv_curves: write a table here in place of the page: a row for each evaluation of each run.
+        runs: folders given as --out, or files made by `collect`.
+        out: folder for the page and the figures; RUNS/report if not given.
+        markdown: write a Markdown page here instead of the HTML page, with its figures in a folder beside it.
+        csv: write a table here instead of the page: a row for each run, with every setting.
+        csv_curves: write a table here instead of the page: a row for each evaluation of each run.
         allow_damaged: exit with status 0 although runs are left out that are damaged or not finished.
     """
     if not runs:
@@ -269,13 +269,13 @@ def _write_csv(found: Gathered, place: Path, runs: Path | None, curves: Path | N
 def collect(
     runs: tyro.conf.Positional[Path], file: tyro.conf.Positional[Path], allow_damaged: bool = False
 ) -> None:
-    """Put finished training runs into one small text file, without their weights, to keep or to commit.
+    """Put finished training runs, without their weights, into one small text file that can be committed.
 
     Example: fedbatchnorm collect runs results/cifar10.runs.jsonl
 
     Args:
-        runs: the folder that was given as --out.
-        file: a name that ends in .runs.jsonl; runs that it holds already stay.
+        runs: the folder given as --out.
+        file: a file whose name ends in .runs.jsonl; runs that are already in it stay.
         allow_damaged: exit with status 0 although runs are left out that are damaged or not finished.
     """
     _check_places([runs])
@@ -296,11 +296,11 @@ def collect(
 
 
 def list_names() -> None:
-    """Everything that has a name: schemes, attacks, defenses, datasets, partitions, models, figures."""
+    """List all names: schemes, attacks, defenses, datasets, partitions, models, figures."""
     only = {name: f" ({s.algorithms[0]} only)" for name, s in SCHEMES.items() if len(s.algorithms) == 1}
     lines = {name: f"{s.title}: {s.summary}{only.get(name, '')}" for name, s in SCHEMES.items()}
     _print_names("schemes", lines)
-    attacks = {name: f"{a.summary} (strikes {' and '.join(a.targets)})" for name, a in ATTACKS.items()}
+    attacks = {name: f"{a.summary} (against {' and '.join(a.targets)})" for name, a in ATTACKS.items()}
     _print_names("attacks (--byzantine 3 --attack ...)", attacks)
     rules = {name: (rule.__doc__ or "").splitlines()[0] for name, rule in (MIXING | AGGREGATORS).items()}
     _print_names("defenses (--defense nnm+median: any of the first three, then one of the rest)", rules)
@@ -323,7 +323,7 @@ def data(
     seed: int = 0,
     plot: Path = Path("holdings.png"),
 ) -> None:
-    """Download or check a dataset; with --split, draw who holds which classes.
+    """Download or check a dataset; with --split, draw which client holds which classes.
 
     Example: fedbatchnorm data cifar10
     Example: fedbatchnorm data digits --split dirichlet --alpha 0.1
@@ -336,7 +336,7 @@ def data(
         alpha: for the dirichlet partition: the smaller, the more heterogeneous.
         clients: how many clients.
         seed: of the partition.
-        plot: the picture of who holds which classes: PNG, SVG or PDF.
+        plot: the file of that picture: PNG, SVG or PDF.
     """
     loaded = datasets.load(dataset, data_dir, progress=sys.stderr.isatty())
     train, test = len(loaded.train.y), len(loaded.test.y)
@@ -370,7 +370,7 @@ def data(
 def new(
     kind: tyro.conf.Positional[Literal["flower-app", "nvflare-app"]], folder: tyro.conf.Positional[Path]
 ) -> None:
-    """Write a small app for a real federation, complete and ready to run.
+    """Write a small, complete app for a real federation, ready to run.
 
     Example: fedbatchnorm new flower-app my-app
 
@@ -398,9 +398,10 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What the command `fedbatchnorm` does; an error is one line, and the exit status says what happened.
+    """Run the command `fedbatchnorm`; errors are one line, and the exit status says what happened.
 
-    0: all that was asked for is there. 1: it is not, and a line says why. 2: a wrong flag. 128 + n: signal n.
+    0: everything that was asked for is there. 1: something is missing, and a line says why. 2: a wrong flag.
+        128 + n: signal n.
     """
     with patient_streams() as output:
         _command(sys.argv[1:] if arguments is None else arguments)
@@ -491,7 +492,7 @@ def _count(runs: int) -> str:
 
 
 def _name(left_out: list[LeftOut], allowed: bool) -> None:
-    """Name what is not among the results on the standard error; an error unless that is allowed."""
+    """List the missing runs on standard error; an error unless that is allowed."""
     lost = [left for left in left_out if left.kind != "copy"]
     for left in lost[:_NAMED]:
         print(f"left out: {left.place}: {left.why}", file=sys.stderr)

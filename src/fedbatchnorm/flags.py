@@ -1,7 +1,7 @@
 """The flags of `fedbatchnorm run`, by topic: a group for each, so that `--help` can be read.
 
 A flag is a field of `experiments.config.Run`; its text is the field's. Every flag takes several values, as in
-`--scheme fbn,naive --seed 0..4`; a file of settings takes lists.
+`--scheme fbn,naive --seed 0..4`; a file of settings has lists.
 """
 
 import ast
@@ -54,20 +54,20 @@ _METAVARS = {int: "INTS", float: "NUMBERS", str: "NAMES", bool: "{true,false}"}
 
 
 class WrongFlagError(Exception):
-    """A flag's value is no value for it."""
+    """A flag has a value that it does not allow."""
 
 
 class Values(tuple[Any, ...]):
-    """What a flag is varied over; `given` says whether it was."""
+    """The values of a flag; `given` says whether the user gave them."""
 
     given: bool = False
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """The text below each field of a dataclass and of those that it extends.
+    """The text below each field of a dataclass and of its base classes.
 
     Example:
-        >>> field_texts(Run)["seed"].startswith("Of everything that is drawn")
+        >>> field_texts(Run)["seed"].startswith("Seed of all random draws")
         True
     """
     found: dict[str, str] = {}
@@ -84,7 +84,7 @@ def field_texts(kind: type) -> dict[str, str]:
 
 
 def parse(name: str, text: str) -> list[Any]:
-    """The values of a flag: separated by commas, whole numbers also as 0..4, the last included.
+    """The values of a flag: separated by commas; integers also as 0..4, with the last one included.
 
     Example:
         >>> parse("scheme", "fbn,naive"), parse("seed", "0..2,7"), parse("gamma", "0,0.1")
@@ -151,12 +151,12 @@ def _help(field: str) -> str:
         if field != "defense":
             text = f"{text.rstrip('.')}. Choices: {', '.join(names_of(field))}."  # pyrefly: ignore
         if field != "model":
-            text += f" file:name is a {'rule' if field == 'defense' else field} of your own."
+            text += f" file:name is your own {'rule' if field == 'defense' else field}."
     return text
 
 
 def _flag(field: str) -> Any:
-    """The type of a flag: what it takes, and what `--help` says."""
+    """The type of a flag: the values that it accepts, and its text in `--help`."""
     kinds = _KINDS[field]
 
     def read(given: list[str]) -> Values:
@@ -210,7 +210,7 @@ def runs_of(settings: Mapping[str, list[Any]]) -> list[Run]:
 
 
 def _object(name: str, value: Any) -> Any:
-    """A scheme, dataset, ... of the user's own for its name as file:name; other values are themselves."""
+    """The user's own scheme, dataset, ... for a name like file:name; otherwise the value itself."""
     own = name in KINDS and name != "model" and isinstance(value, str) and _OWN.fullmatch(value)
     return imported(name, value) if own and not is_known(name, value) else value  # pyrefly: ignore
 
@@ -236,7 +236,7 @@ def read_toml(file: Path) -> dict[str, list[Any]]:
 
 
 def _items(name: str, value: Any) -> list[list[Any]]:
-    """The values of a setting in a file: texts as flags have them, numbers as they are."""
+    """The values of a setting in a file: strings as in flags, numbers as they are."""
     values = value if isinstance(value, list) else [value]
     if not values or any(not isinstance(v, str | int | float | bool) for v in values):
         raise ValueError(f"{name} must be a value or a list of values")
@@ -246,7 +246,7 @@ def _items(name: str, value: Any) -> list[list[Any]]:
 
 
 def write_toml(file: Path, settings: Mapping[str, list[Any]]) -> None:
-    """Write settings to a new file, and below them all others as comments, with what they mean."""
+    """Write settings to a new file, and below them all others as comments, with explanations."""
     if file.exists():
         raise ValueError(f"{file} is there already: give another name, or remove it")
     lines = [f"# fedbatchnorm run --config {file.name}", ""]

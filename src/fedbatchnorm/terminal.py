@@ -1,4 +1,4 @@
-"""Standard streams that cannot stop the work: closed, full, gone, or without a character; tables on them."""
+"""Standard streams whose failures do not stop the work: closed, full, or ASCII only; and tables on them."""
 
 import contextlib
 import io
@@ -15,9 +15,9 @@ _PLAIN |= dict.fromkeys(map(ord, "╭╮╰╯├┤┬┴┼┌┐└┘"), "+"
 
 
 class Patient:
-    """A text stream whose failures are noted, not raised: `lost` says why what was written is not there.
+    """A text stream that notes failures instead of raising them: `lost` says why output is missing.
 
-    A reader that has left (`| head`) wants no more, which is no failure.
+    If a reader has left (`| head`), that is not a failure.
     """
 
     def __init__(self, stream: TextIO):
@@ -33,7 +33,7 @@ class Patient:
         return len(text)
 
     def flush(self) -> None:
-        """Have all that was written leave the process."""
+        """Flush everything that was written."""
         self._try(self.stream.flush)
 
     def _possible(self, text: str) -> str:
@@ -61,7 +61,7 @@ class Patient:
 
 
 def _shown(character: str, encoding: str) -> str:
-    """The character, or what stands for it where it cannot be written."""
+    """The character, or a replacement if it cannot be written."""
     try:
         character.encode(encoding)
         return character
@@ -71,7 +71,7 @@ def _shown(character: str, encoding: str) -> str:
 
 @contextlib.contextmanager
 def patient_streams() -> Iterator[Patient]:
-    """Standard output and errors are patient ones for a while; gives the output."""
+    """Replace standard output and errors by patient streams for a while; yields the output."""
     before = sys.stdout, sys.stderr
     out, err = (Patient(s if s is not None else open(os.devnull, "w")) for s in before)  # noqa: PTH123, SIM115
     sys.stdout, sys.stderr = out, err  # pyrefly: ignore

@@ -83,6 +83,17 @@ def test_a_page_loads_nothing_from_elsewhere(name):
     assert not [address for address in loaded if urlsplit(address).netloc]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_picture_has_a_light_and_a_dark_edition(name):
+    loaded = Page((SITE / name).read_text(encoding="utf-8")).loaded
+    light, dark = (
+        sorted(address.removesuffix(end) for address in loaded if address.endswith(end))
+        for end in (".svg#only-light", "-dark.svg#only-dark")
+    )
+    assert light == dark
+    assert len(light) + len(dark) == sum(".svg" in address for address in loaded)
+
+
 def test_style_sheets_load_nothing_from_elsewhere():
     sheets = list(SITE.rglob("*.css"))
     assert len(sheets) > 2

@@ -1,1 +1,1 @@
-"""Federated BatchNorm on real federations: translation between an engine's messages and the library."""
+"""Federated BatchNorm on engines for real federations: adapters that translate their messages."""

@@ -39,7 +39,7 @@ def as_numpy(value: Any, name: str) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether all numbers are; a sum shows most of what is not, and needs no room."""
+    """Whether all numbers are finite; a sum detects most that are not and needs no memory."""
     if not np.issubdtype(array.dtype, np.floating):
         return True
     with np.errstate(all="ignore"):
@@ -47,7 +47,7 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 def statistic_names(model: nn.Module) -> Names:
-    """Where a converted model's state_dict has statistics; a layer that is used twice is there twice."""
+    """Where a converted model's state_dict has statistics; a layer that is used twice appears twice."""
     first = {id(layer): name for name, layer in federated_layers(model).items()}
     found: Names = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -65,14 +65,14 @@ def guessed_names(arrays: Iterable[str]) -> Names:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a client sends back to be averaged: numbers with fractions that are no statistics."""
+    """What a client sends back to be averaged: floating-point arrays that are not statistics."""
     kept = _flat(statistic_names(model))
     state = model.state_dict().items()
     return {name: t.detach().cpu() for name, t in state if name not in kept and t.is_floating_point()}
 
 
 class Parts(NamedTuple):
-    """A server's arrays: parameters, whole numbers that stay as they are, and where statistics are."""
+    """A server's arrays: parameters, integers that stay as they are, and where statistics are."""
 
     order: list[str]
     parameters: dict[str, np.ndarray]
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
     names: Names
 
     def statistics(self, shared: Mapping[str, Running]) -> dict[str, np.ndarray]:
-        """Statistics under the names of a state_dict; the counter is whole, and the server's own."""
+        """Statistics under the names of a state_dict; the counter is an integer, and the server's."""
         found = {}
         for layer, running in shared.items():
             values = running.mean.numpy(), running.var.numpy(), np.array(running.tracked, dtype=np.int64)
@@ -91,7 +91,7 @@ class Parts(NamedTuple):
     def join(
         self, parameters: Mapping[str, np.ndarray], shared: Mapping[str, Running]
     ) -> dict[str, np.ndarray]:
-        """All as one, in the order and with the types of the first."""
+        """Join all parts, in the order and with the types of the first."""
         whole = dict(parameters) | self.statistics(shared) | self.fixed
         for name, sent in self.parameters.items():
             if whole[name].dtype != sent.dtype:
@@ -105,7 +105,7 @@ def split(
     settings: Mapping[str, Any],
     usual: tuple[float | None, float],
 ) -> tuple[Parts, dict[str, Running]]:
-    """Tell parameters, statistics, and what is not averaged (whole numbers) apart.
+    """Separate parameters, statistics, and what is not averaged (integers).
 
     Args:
         arrays: the whole model.

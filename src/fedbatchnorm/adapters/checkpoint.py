@@ -1,4 +1,4 @@
-"""A server's state after a round, as one safetensors file: what it sends, and what its strategy remembers."""
+"""A server's state after a round, as one safetensors file: what it sends, and its strategy's state."""
 
 import contextlib
 import hashlib
@@ -45,12 +45,12 @@ def write_checkpoint(
 
     Args:
         path: the file.
-        strategy: what it remembers is saved too: see `memory`.
+        strategy: its state is saved, too: see `memory`.
         arrays: the whole model, by name.
         done: the rounds that are finished.
         first: the strategy's `plain_state` before the first round; what has changed since is saved.
         gradient: the next round's share of BatchNorm's gradient, if that is not a setting.
-        between: what goes with it, by layer.
+        between: the part of the variance between clients, by layer.
     """
     tensors = {f"{_ARRAYS}{name}": as_numpy(array, name) for name, array in arrays.items()}
     tensors |= {f"{_STRATEGY}{key}": value for key, value in arrays_of(strategy).items()}
@@ -74,10 +74,10 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Saved | None:
-    """What was saved; the strategy gets back what it remembered.
+    """Read what was saved, and restore the strategy's state.
 
-    None if there is no file. A damaged file is put aside for the one before it; an error says what does not
-    fit if there is none, or if it was made with another model or strategy.
+    None if there is no file. If the file is damaged, the one before it is used. An error says what is wrong
+    if there is none, or if the file was made with another model or strategy.
     """
     files = [file for file in (path, _previous(path)) if file.exists()]
     if not files:
@@ -120,7 +120,7 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
-    """The tensors, the facts, and what the strategy remembers besides arrays; an error for anything odd."""
+    """The tensors, the facts, and the strategy's state besides arrays; an error for anything invalid."""
     regular(file)
     with safe_open(file, "numpy") as opened:
         facts = dict(opened.metadata() or {})

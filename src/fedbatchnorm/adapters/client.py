@@ -1,4 +1,4 @@
-"""A client's side of federated BatchNorm, whatever engine carries it: what to load, and what to answer."""
+"""The client's side of federated BatchNorm for any engine: what to load, and what to reply."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Sent(Protocol):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The share of BatchNorm's gradient and what goes with it; nothing if it is the client's own."""
+        """The share of BatchNorm's gradient with its limit; nothing if the client decides itself."""
 
 
 class Answer(NamedTuple):
-    """What a client sends: parameters by name, and what its layers have seen, as arrays by name."""
+    """What a client sends: parameters by name, and the moments of its layers, as arrays by name."""
 
     parameters: dict[str, Tensor]
     statistics: dict[str, np.ndarray]
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 def load(model: nn.Module, sent: Sent) -> None:
     """Load the server's parameters and statistics into a client's converted model.
 
-    Also the share of BatchNorm's gradient to train with, and the limit, if the server sends them.
+    This includes the share of BatchNorm's gradient and the limit, if the server sends them.
     """
     model = unwrapped(model)
     state = dict(sent.parameters) | dict(sent.statistics)
@@ -65,11 +65,11 @@ def answer(
     like: Mapping[str, object] | None = None,
     group: ProcessGroup | None = None,
 ) -> Answer:
-    """A client's answer: parameters, and what its layers have seen since `load`.
+    """A client's reply: parameters, and what its layers have seen since `load`.
 
     Args:
         model: the converted model, after local training.
-        steps: optimizer steps since `load`; 0 of a client that had no batch, which the server sets aside.
+        steps: optimizer steps since `load`; 0 for a client that had no batch, which the server ignores.
         like: parameters come in its order if it has the same names: what was sent.
         group: of a client that trains on several devices; see `collect`.
     """
@@ -88,7 +88,7 @@ def answer(
 def measure(
     model: nn.Module, sent: Sent, batches: Iterable[Tensor], *, group: ProcessGroup | None = None
 ) -> Answer:
-    """A client's answer to round 0: what its layers see in a pass with plain BatchNorm; nothing is learned.
+    """A client's reply to round 0: the moments of a pass with plain BatchNorm, without training.
 
     Args:
         model: the converted model; what was sent is loaded into it.
@@ -105,7 +105,7 @@ def measure(
 
 
 def measured(model: nn.Module, *, group: ProcessGroup | None = None) -> Answer:
-    """A client's answer to round 0, after passes with `calibrating`."""
+    """A client's reply to round 0, after passes with `calibrating`."""
     return Answer({}, _seen(unwrapped(model), 1, group) | {CALIBRATED: np.array(1)})
 
 

@@ -1,8 +1,8 @@
-"""An alarm for a model that diverges: when most clients fail alike it is not a client, it is the model.
+"""An alarm for a model that diverges: then most clients fail in the same way.
 
-A client that sends what is not finite is left out, and the round continues with the others. When the model
-itself diverges all of them do so, one after another or at once, and leaving them out would let a run end as
-if it had been completed.
+A client that sends values that are not finite is left out, and the round continues with the others. If the
+model itself diverges, all clients do so sooner or later, and if they were only left out, the run would end as
+if it had succeeded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DivergedError(RuntimeError):
         round: where it began.
         good_round: the round after which the state was last known to be good; 0 is before the first.
         arrays: that state, parameters and statistics.
-        gradient: the share of BatchNorm's gradient that goes with it; None if clients have their own.
+        gradient: the share of BatchNorm's gradient at that state; None if clients decide themselves.
     """
 
     def __init__(self, what: str, began: int, good: State, checkpoint: Path | None):
@@ -55,8 +55,9 @@ class NothingTrainedError(RuntimeError):
 
 
 class State(NamedTuple):
-    """What a server goes back to: after which round, all arrays, what the wrapped strategy remembers, and the
-    share of BatchNorm's gradient that clients were to take next."""
+    """A state to which a server can return: the round, all arrays, the wrapped strategy's state, and the
+    share of BatchNorm's gradient for the next round.
+    """
 
     round: int
     arrays: Any
@@ -65,13 +66,13 @@ class State(NamedTuple):
 
 
 class Watch:
-    """Follows what clients report, round by round; says when the model has diverged and where it began.
+    """Follows what clients report in each round, and says when the model has diverged and where it began.
 
-    A state is good once clients have trained from it and nothing was suspicious.
+    A state is good if clients have trained from it without a sign of divergence.
     """
 
     def __init__(self, first: State, sizes: Mapping[str, float]):
-        """Begin with the state before the first round, and what layers get by it, as far as that is known."""
+        """Begin with the state before the first round, and the size of layers' inputs there, if known."""
         self.good, self._latest = first, first
         self.began: int | None = None
         """The first of the suspicious rounds up to now; None if the last one was fine."""
@@ -86,7 +87,7 @@ class Watch:
 
         Args:
             server_round: its number.
-            sizes: layer -> what the median client gets there, as `input_sizes` returns it.
+            sizes: layer -> the median client's input size, as `input_sizes` returns it.
             loss: the clients' median training loss, where they report one.
             failed: replies left out because something in them is not finite.
             fine: replies that are used.
@@ -137,7 +138,7 @@ def alarm(
     good: Collection[Hashable],
     left_out: Mapping[Hashable, Verdict],
 ) -> str:
-    """What is wrong if a round shows that the model has diverged, which is told too; else nothing."""
+    """What is wrong if a round shows that the model has diverged, which is also logged; otherwise nothing."""
     sizes = input_sizes(shared, [found.updates[client] for client in good]) if shared else {}
     losses = losses_of([found.replies[client].metrics for client in good])
     lost = sum(not all_finite(loss) for loss in losses)
@@ -154,7 +155,7 @@ def alarm(
 def input_sizes(shared: Mapping[str, Running], updates: Iterable[Mapping[str, Moments]]) -> dict[str, float]:
     """Layer -> the median over clients of eps + the channels' mean of s_i^2 + u_i^2.
 
-    The median, and nothing of the shared mean, as a single client may have reported what it likes.
+    The median, and not the merged statistics, because a single client may have reported false values.
     """
     found: dict[str, list[float]] = {}
     for update in updates:
@@ -167,12 +168,12 @@ def input_sizes(shared: Mapping[str, Running], updates: Iterable[Mapping[str, Mo
 
 
 def expected_sizes(shared: Mapping[str, Running]) -> dict[str, float]:
-    """Layer -> eps + the channels' mean of v + m^2: what shared statistics say of its input."""
+    """Layer -> eps + the channels' mean of v + m^2: the same from the shared statistics."""
     return {layer: r.eps + float((r.var + r.mean.square()).mean()) for layer, r in shared.items()}
 
 
 def losses_of(metrics: Iterable[Mapping[str, Any]]) -> list[float]:
-    """The clients' metric that is called loss, or ends so."""
+    """The clients' metric whose name is or ends in loss."""
     rows = list(metrics)
     names = sorted({name for row in rows for name in row if name.lower().endswith("loss")}, key=len)
     return [row[names[0]] for row in rows if names and isinstance(row.get(names[0]), int | float)]

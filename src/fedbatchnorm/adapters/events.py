@@ -1,4 +1,4 @@
-"""What a server says: lines in a log, and the same as data, for whoever draws curves or sends alarms."""
+"""What a server reports: lines in a log, and the same as data, for dashboards and alerts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Event(NamedTuple):
 
 
 class Teller:
-    """Writes each event into a log, and gives it to a callback."""
+    """Writes each event to a log, and passes it to a callback."""
 
     def __init__(
         self, log: Logger, on_event: Callable[[Event], None] | None, called: str, to_calibrate: str = ""
     ):
-        """Take a logger, a callback, what a client is called, and what it needs to be able to calibrate."""
+        """Take a logger, a callback, the engine's word for a client, and what a client needs to calibrate."""
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event is {on_event!r}; it must be a function of an event, or None")
         self._log, self._on_event = log, on_event
@@ -51,7 +51,7 @@ class Teller:
         """The first thing that was wrong with a client, for a run that ends with nothing trained."""
 
     def __call__(self, number: int, kind: str, text: str, level: int = INFO, **about: Any) -> None:
-        """Tell something of a round; a callback that fails does not end the run."""
+        """Report an event of a round; a callback that fails does not end the run."""
         text = f"round {number}: {text}"
         if kind in ("failed", "left_out", "no_answer"):
             self.first = self.first or text
@@ -64,7 +64,7 @@ class Teller:
             self._log.log(WARNING, "on_event failed at %r of round %s: %r", kind, number, error)
 
     def left_out(self, number: int, verdicts: Mapping[Hashable, Verdict]) -> None:
-        """A line for each client that was left out, with the reason; that it has no data is no fault."""
+        """A line for each client that was left out, with the reason; having no data is not a fault."""
         for client, verdict in verdicts.items():
             about = {"client": client, "layer": verdict.layer, "reason": verdict.reason}
             where, name = f" in layer {verdict.layer}" if verdict.layer else "", f"{self.called} {client}"
@@ -80,7 +80,7 @@ class Teller:
             self(number, "failed", f"{self.called} {client} failed: {why}", WARNING, client=client)
 
     def silent(self, number: int, asked: Collection[Hashable], answered: Collection[Hashable]) -> None:
-        """A line for the clients that were asked and did not answer."""
+        """A line for the clients that were asked and did not reply."""
         missing = sorted(set(asked) - set(answered), key=lambda c: (c if isinstance(c, int) else 0, str(c)))
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

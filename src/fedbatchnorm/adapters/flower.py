@@ -1,7 +1,8 @@
 """Federated BatchNorm on Flower: a wrapper for any strategy, and helpers for the client.
 
-The server sends parameters and statistics apart, so that the wrapped strategy sees parameters alone; clients
-answer with parameters and with what their layers have seen. What to make of that is the `Session`'s.
+The server sends parameters and statistics separately, so that the wrapped strategy sees parameters only.
+Clients reply with parameters and with what their layers have seen. The `Session` decides what to do with
+them.
 
     strategy = FederatedBatchNormStrategy(FedAvg(), model=model)      # server_app.py
     load(model, message); ...; return reply(model, message, metrics)  # client_app.py, @app.train()
@@ -64,8 +65,8 @@ class FederatedBatchNormStrategy(Strategy):
     """Any Flower strategy for the parameters, and federated BatchNorm for the statistics.
 
     Replies that are malformed, of another round, repeated, or fail a verdict are left out of both, with the
-    node's id and the reason in the log, before the wrapped strategy sees them. What the wrapped strategy
-    drops by itself (Krum, say) stays in the statistics.
+    node's id and the reason in the log, before the wrapped strategy sees them. If the wrapped strategy drops
+    a client by itself (as Krum does), its statistics still count.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class FederatedBatchNormStrategy(Strategy):
 
         Args:
             strategy: what aggregates the parameters: FedAvg, FedAdam, Krum, ...
-            population: how many clients there are, where a round has only some of them: the spread between
-                those few is corrected to that between all. "grid" takes the nodes that are connected, where
-                the strategy asks fewer than all of them; None corrects nothing.
+            population: how many clients there are, if a round has only some of them: the spread between them
+                is corrected to that between all. "grid" is the number of connected nodes, if the strategy
+                asks fewer than all of them; None is no correction.
             options: model, aggregator, quorum, checkpoint, ...: see `adapters.settings.Options`.
         """
         check_population(population, "grid")
@@ -102,26 +103,26 @@ class FederatedBatchNormStrategy(Strategy):
 
     @property
     def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
+        """The share of BatchNorm's gradient for the next round; None if clients decide themselves."""
         return self.session.gradient
 
     @property
     def shared(self) -> dict[str, Running]:
-        """The statistics as they are, by layer."""
+        """The current statistics, by layer."""
         return self.session.shared
 
     @property
     def result(self) -> MergeResult | None:
-        """Of the last round what came of the merge."""
+        """The result of the last round's merge."""
         return self.session.result
 
     @property
     def left_out(self) -> dict[Hashable, Verdict]:
-        """Of the last round who was left out and why, by node."""
+        """Who was left out of the last round, and why, by node."""
         return self.session.left_out
 
     def summary(self) -> None:
-        """Log what the strategies are set to."""
+        """Log the settings of the strategies."""
         given = self.session.settings
         log(INFO, "\t├──> Federated BatchNorm: %s", given.aggregator or "exact merge")
         log(INFO, "\t│\t├── Quorum: %s", given.quorum)
@@ -138,7 +139,7 @@ class FederatedBatchNormStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run all rounds, or those that a checkpoint leaves; see `flwr.serverapp.strategy.Strategy.start`."""
+        """Run all rounds, or the rest after a checkpoint; see `flwr.serverapp.strategy.Strategy.start`."""
         arrays = self.session.start(Views(initial_arrays), num_rounds)
         done = self._done = self.session.done
         if self.session.wants_calibration():
@@ -162,7 +163,7 @@ class FederatedBatchNormStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The wrapped strategy's messages, with statistics and the gradient's share in records apart."""
+        """The wrapped strategy's messages, with statistics and the gradient's share in separate records."""
         request = self.session.begin(server_round + self._done, dict(Views(arrays)))
         parameters = ArrayRecord({name: arrays[name] for name in request.parameters})
         number = server_round + self._done
@@ -175,7 +176,7 @@ class FederatedBatchNormStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The wrapped strategy's messages, with the statistics in a record of their own."""
+        """The wrapped strategy's messages, with the statistics in a separate record."""
         request = self.session.request(dict(Views(arrays)))
         parameters = ArrayRecord({name: arrays[name] for name in request.parameters})
         number = server_round + self._done
@@ -208,7 +209,7 @@ class FederatedBatchNormStrategy(Strategy):
         return (None if whole is None else record_of(whole, arrays)), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As the wrapped strategy does, of the replies whose metrics can be used."""
+        """As the wrapped strategy does, from the replies whose metrics are usable."""
         number, replies = server_round + self._done, _in_order(replies)
         taken = self.session.evaluated(number, replies_of(replies, trains=False))
         answers = _answers(replies)
@@ -219,7 +220,7 @@ class FederatedBatchNormStrategy(Strategy):
         return self.strategy.aggregate_evaluate(number, failures + used)
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Called by workflows of Flower's earlier API, which this strategy is not of: always an error."""
+        """Called by workflows of Flower's earlier API, which are not supported: always an error."""
         raise TypeError(
             "FederatedBatchNormStrategy does not go through workflows such as SecAggPlusWorkflow: with "
             "secure aggregation use fedbatchnorm.adapters.secagg.SecAggBatchNorm, which takes no robust rule"
@@ -228,7 +229,7 @@ class FederatedBatchNormStrategy(Strategy):
     def _calibrated(self, grid: Grid, config: ConfigRecord | None, timeout: float) -> Mapping[str, Any]:
         """Round 0, with as many nodes as train in a round.
 
-        The wrapped strategy is not asked, as it may count its rounds: what it was set to is read.
+        The wrapped strategy is not called, because it may count its rounds; its settings are read.
         """
         strategy, request = self.strategy, self.session.request()
         fraction = _attribute(strategy, "fraction_train", 1.0)
@@ -250,7 +251,7 @@ class FederatedBatchNormStrategy(Strategy):
         return self.session.calibrated(replies, chosen, self._population_of(size, grid))
 
     def _population_of(self, asked: int, grid: Grid) -> int | None:
-        """How many clients those of a round stand for; those that drop out do not count."""
+        """How many clients those of a round represent; those that drop out do not count."""
         if not isinstance(self._population, str):
             return self._population
         nodes = len(list(grid.get_node_ids()))
@@ -272,7 +273,7 @@ def _add(messages: Iterable[Message], records: Mapping[str, Any]) -> None:
 
 
 def _in_order(replies: Iterable[Message]) -> list[Message]:
-    """Not as they happen to arrive: sums of rounded numbers depend on it."""
+    """By node, not in the order of arrival, because rounded sums depend on the order."""
     return sorted(replies, key=lambda message: message.metadata.src_node_id)
 
 
@@ -281,7 +282,7 @@ def _answers(replies: Iterable[Message]) -> dict[Hashable, Message]:
 
 
 def _wait_for(grid: Grid, least: int) -> list[int]:
-    """The ids of the nodes that are connected, once there are so many."""
+    """The ids of the connected nodes, as soon as there are enough of them."""
     while len(nodes := sorted(grid.get_node_ids())) < least:
         log(INFO, "Waiting for nodes to connect: %s connected (minimum required: %s).", len(nodes), least)
         time.sleep(1)
@@ -289,7 +290,7 @@ def _wait_for(grid: Grid, least: int) -> list[int]:
 
 
 def _renumber(result: object, done: int) -> None:
-    """Count a result's rounds from the first of the whole run, not of this part of it."""
+    """Number a result's rounds from the start of the whole run, not of this part of it."""
     for name, value in vars(result).items():
         if done and isinstance(value, dict):
             setattr(result, name, {step + done: metrics for step, metrics in value.items()})

@@ -1,4 +1,4 @@
-"""A client's side of federated BatchNorm on Flower: what to load, and what to answer."""
+"""The client's side of federated BatchNorm on Flower: what to load, and what to reply."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class _Sent(NamedTuple):
 def load(model: nn.Module, message: Message) -> None:
     """Load the server's parameters and statistics into a client's converted model.
 
-    Also the share of BatchNorm's gradient to train with, and the limit, if the server sends them.
+    This includes the share of BatchNorm's gradient and the limit, if the server sends them.
 
     Args:
         model: what `convert` returned.
-        message: as the client app received it, for training or for evaluation.
+        message: the message that the client app received, for training or for evaluation.
     """
     client.load(model, _sent(message))
 
@@ -59,13 +59,13 @@ def reply(
     arrays: str = "arrays",
     group: ProcessGroup | None = None,
 ) -> Message:
-    """A client's answer: parameters, what its layers have seen since `load`, and metrics.
+    """A client's reply: parameters, what its layers have seen since `load`, and metrics.
 
     Args:
         model: the converted model, after local training.
         message: what is answered.
-        metrics: with the strategy's weight among them, which is `num-examples` unless it was set otherwise.
-        steps: optimizer steps since `load`; 0 where there was no batch: the server then sets the reply aside.
+        metrics: metrics, including the weight that the strategy uses: `num-examples` by default.
+        steps: optimizer steps since `load`; 0 if there was no batch: the server then ignores the reply.
         arrays: the name of the record of parameters.
         group: of a client that trains on several devices; see `collect`.
     """
@@ -79,7 +79,7 @@ def reply(
 def calibrate(
     model: nn.Module, message: Message, batches: Iterable[Tensor], *, group: ProcessGroup | None = None
 ) -> Message:
-    """A client's answer to round 0: what its layers see in a pass with plain BatchNorm, and nothing learned.
+    """A client's reply to round 0: the moments of a pass with plain BatchNorm, without training.
 
         @app.train("calibrate")
         def measure(message, context):
@@ -97,9 +97,9 @@ def calibrate(
 def statistics_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """A mod for a ClientApp: keeps what is federated BatchNorm's away from the mods that come after it.
+    """A mod for a ClientApp that hides federated BatchNorm's records from the mods after it.
 
-    Mods such as `fixedclipping_mod` want one record of arrays and one of settings, and no more:
+    Mods such as `fixedclipping_mod` expect exactly one record of arrays and one of settings:
     `@app.train(mods=[statistics_mod, fixedclipping_mod])`.
     """
     if STATISTICS not in message.content.array_records:
@@ -121,7 +121,7 @@ def statistics_mod(
 
 
 def _sent(message: Message) -> _Sent:
-    """What a message holds, and what `statistics_mod` keeps aside of it."""
+    """The content of a message, with what `statistics_mod` hides."""
     records = dict(message.content.array_records) | (_aside.get() or {})
     if STATISTICS not in records:
         log(WARNING, _UNWRAPPED)

@@ -1,4 +1,4 @@
-"""`NumPyClient` clients of Flower's earlier API, in an app that `FederatedBatchNormStrategy` can ask."""
+"""`NumPyClient` clients of Flower's earlier API, in an app for `FederatedBatchNormStrategy`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def numpy_client_app(
 ) -> ClientApp:
     """A ClientApp of `NumPyClient` clients, whose `fit` and `evaluate` stay as they are.
 
-    `fit` gets all arrays of the model, in the order of its `state_dict`, and returns them likewise, with the
-    number of optimizer steps that it took among its metrics: `return arrays, examples, {"steps": steps}`.
-    What the layers of its model have seen goes along.
+    `fit` receives all arrays of the model in the order of its `state_dict`, and returns them in the same way,
+    with the number of optimizer steps as a metric: `return arrays, examples, {"steps": steps}`. The moments
+    of its model's layers are sent along.
 
         app = numpy_client_app(client_fn, batches=lambda client: (x for x, _ in client.loader))
 
@@ -100,7 +100,7 @@ def _arrays_of(model: nn.Module) -> list[np.ndarray]:
 
 
 def _settings(message: Message) -> dict[str, Any]:
-    """What the server's strategy says of a round, without what is federated BatchNorm's."""
+    """The server's settings for a round, without those of federated BatchNorm."""
     own = (record for name, record in message.content.config_records.items() if name != "fedbatchnorm")
     return dict(next(own, {}))
 
@@ -117,7 +117,7 @@ def _checked(found: Any, method: str, first: Any) -> tuple[Any, int, dict[str, A
 
 
 def _put(model: nn.Module, arrays: list[Any]) -> None:
-    """Set the parameters to what `fit` returned, and leave what the layers have seen."""
+    """Set the parameters to what `fit` returned, and keep what the layers have seen."""
     state = model.state_dict()
     if len(arrays) != len(state):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Between Flower's records and the arrays by name that the engine-free core knows."""
+"""Translates between Flower's records and the core's arrays by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 class Views(Mapping[str, np.ndarray]):
-    """A record's arrays, each looked at where it is when it is asked for: read-only, not copied."""
+    """A record's arrays, each read in place when it is needed: read-only, not copied."""
 
     def __init__(self, record: Mapping[str, Array]):
         """Of this record."""
@@ -49,12 +49,12 @@ class Known(Array):
     """An array that has been looked at before: `numpy` need not read its header again, and copies at once."""
 
     def numpy(self) -> np.ndarray:
-        """The values, in memory of their own, as whoever asks may write into them."""
+        """The values as a copy, because the caller may write to them."""
         return view(self).copy(order="K")
 
 
 def view(array: Array) -> np.ndarray:
-    """The values of a Flower array where they are, which `Array.numpy` copies; an error if they are odd."""
+    """The values of a Flower array in place, which `Array.numpy` would copy; an error if they are invalid."""
     if array.stype != "numpy.ndarray":
         return array.numpy()
     start = _header_ends(array.data)
@@ -66,7 +66,7 @@ def view(array: Array) -> np.ndarray:
 
 
 def _header_ends(data: bytes) -> int | None:
-    """Where the values begin in what `np.save` wrote; None for versions of it that nobody writes."""
+    """Where the values begin in what `np.save` wrote; None for unknown versions of the format."""
     if data[:6] != b"\x93NUMPY" or data[6:8] not in _LENGTHS:
         return None
     size = _LENGTHS[data[6:8]]
@@ -84,7 +84,7 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def record_of(arrays: Mapping[str, np.ndarray], known: Mapping[str, Array] | None = None) -> ArrayRecord:
-    """Arrays as a record; what comes from a known one is not written anew."""
+    """Arrays as a record; an array that came from a record is not serialized again."""
     known, found = known or {}, {}
     for name, value in arrays.items():
         same = name in known and str(value.dtype) == known[name].dtype and _shows(known[name], value)
@@ -99,7 +99,7 @@ def beside(request: Request) -> dict[str, ArrayRecord | ConfigRecord]:
 
 
 def replies_of(messages: Iterable[Message], trains: bool = True) -> list[Reply]:
-    """What Flower's nodes answered, in the core's words."""
+    """The replies of Flower's nodes, as the core's `Reply`."""
     messages = list(messages)
     answers = [message.content for message in messages if not message.has_error()]
     usual = _usual_names(answers)
@@ -109,7 +109,7 @@ def replies_of(messages: Iterable[Message], trains: bool = True) -> list[Reply]:
 def contents_of(
     message: Message, taken: Taken, like: Iterable[str], name: str, of_metrics: str
 ) -> RecordDict:
-    """A reply as any strategy can use it: metrics, and parameters in the order in which they were sent."""
+    """A reply that any strategy can use: metrics, and parameters in the order in which they were sent."""
     [metrics] = message.content.metric_records.values()
     if dict(metrics) != taken.metrics[message.metadata.src_node_id]:
         metrics = MetricRecord(taken.metrics[message.metadata.src_node_id])

@@ -1,4 +1,4 @@
-"""A Flower grid in this very process: to try an app out, in a debugger or a test, with nothing to start."""
+"""A Flower grid in the current process, to try an app in a debugger or a test without starting anything."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ _FAILED = 2  # Flower's code for a client app that raised
 
 
 class LocalGrid(Grid):
-    """Nodes that live in this process and answer one after another.
+    """Nodes in this process, which reply one after another.
 
     Example:
         grid = LocalGrid(client_app, nodes=10, run_config={"lr": 0.1})
@@ -58,7 +58,7 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """There is nothing to tell about it but its number."""
+        """The run, which has a number only."""
         return SimpleNamespace(run_id=1)
 
     def create_message(
@@ -77,7 +77,7 @@ class LocalGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Let every node answer at once; an app that raises answers with an error."""
+        """Let every node reply at once; an app that raises an error replies with it."""
         ids = []
         for message in messages:
             number = str(next(self._numbers))
@@ -90,19 +90,20 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The answers to these messages, each once."""
+        """The replies to these messages, each once."""
         return [self._replies.pop(number) for number in message_ids if number in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send, and return the answers."""
+        """Send, and return the replies."""
         return self.pull_messages(self.push_messages(messages))
 
 
 def _be_somebody() -> None:
-    """Flower's messages say who sends them. Where nobody has started this process as a server, it is node 1;
-    Flower has no public way to say so."""
+    """Flower's messages name their sender. If this process was not started as a server, it is node 1; Flower
+    has no public way to set this.
+    """
     try:
         TaskIdentity.run_id  # noqa: B018
     except RuntimeError:

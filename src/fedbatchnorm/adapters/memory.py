@@ -1,8 +1,8 @@
-"""What a strategy remembers: by its own `state_dict` and `load_state_dict`, or guessed from its attributes.
+"""A strategy's state: by its own `state_dict` and `load_state_dict`, or guessed from its attributes.
 
-A strategy that has the two methods says itself what a checkpoint must hold: numbers, texts, lists, dicts,
-arrays and tensors, in any nesting. Of others everything is taken that looks like a state: attributes that are
-arrays, or that JSON can hold and that change, and the `state_dict` of what has one.
+A strategy with these two methods decides what a checkpoint contains: numbers, strings, lists, dicts, arrays
+and tensors, in any nesting. For others, everything that looks like a state is saved: attributes that are
+arrays, or that JSON can hold and that change, and the `state_dict` of attributes that have one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NOT_JSON = object()
 
 
 def has_state(strategy: object) -> bool:
-    """Whether a strategy says itself what it remembers."""
+    """Whether a strategy saves its own state."""
     return all(callable(getattr(strategy, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def plain_state(strategy: object, prefix: str = "") -> dict[str, Any]:
-    """What a strategy remembers besides arrays, as far as JSON can hold it: attribute/kind/ -> value.
+    """A strategy's state besides arrays, as far as JSON can hold it: attribute/kind/ -> value.
 
     Its own `state_dict`, or counters, rates and norms that change as it goes, and the `state_dict` of what
     has one, such as the accountant of a privacy budget; also of strategies that are wrapped in it.
@@ -71,13 +71,13 @@ def arrays_of(strategy: object, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def changed_since(first: Mapping[str, Any], strategy: object) -> dict[str, Any]:
-    """What of a plain state is not as it was at first; settings may be changed between sessions."""
+    """What has changed in a plain state since the start; settings may change between sessions."""
     now = plain_state(strategy)
     return {k: v for k, v in now.items() if k.endswith(_OWN) or k not in first or first[k] != v}
 
 
 def snapshot(strategy: object) -> dict[str, Any]:
-    """What a strategy remembers, to be given to `restore`."""
+    """A strategy's state, for `restore`."""
     return {key: value.copy() for key, value in arrays_of(strategy).items()} | plain_state(strategy)
 
 
@@ -107,7 +107,7 @@ def restore(strategy: Any, saved: Mapping[str, Any]) -> None:
 
 
 def check_memory(strategy: object, key: str, value: Any, where: str) -> None:
-    """What a file says of a strategy may be set: it is data, and takes the place of data alone."""
+    """Check that what a file would set in a strategy is plain data and replaces plain data only."""
     name, _, rest = key.partition("/")
     kind = rest.partition("/")[0]
     if name == "strategy":
@@ -138,7 +138,7 @@ def check_memory(strategy: object, key: str, value: Any, where: str) -> None:
 
 
 def _fits(known: Any, value: Any, kind: str) -> bool:
-    """Whether a value may follow the one that a strategy starts with."""
+    """Whether a value may replace the one that a strategy starts with."""
     if known is None or value is None:
         return True
     if kind != "value":
@@ -159,7 +159,7 @@ def _attributes(strategy: object) -> dict[str, Any]:
 
 
 def _pack(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A state as JSON can hold it; arrays go into the list, and their number stands for them."""
+    """A state as JSON can hold it; arrays go into the list and are represented by their index."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Federated BatchNorm on NVFlare: an aggregator for FedAvg, and helpers for the client.
 
-NVFlare averages running variances, which loses the variance between clients. This aggregator averages the
-parameters alone, or lets another aggregator do it, and merges the statistics. What to make of replies is the
-`Session`'s.
+NVFlare averages running variances, which loses the variance between clients. This aggregator averages only
+the parameters, or lets another aggregator do it, and merges the statistics. The `Session` decides which
+replies are used.
 
     recipe = FederatedBatchNormRecipe(model=Net(), min_clients=2, num_rounds=20, train_script="client.py")
     recipe.execute(SimEnv(num_clients=2))                     # job.py; from adapters.nvflare_recipe
@@ -77,15 +77,15 @@ class FederatedBatchNormAggregator(ModelAggregator):
         Args:
             wrapped: what aggregates the parameters; their weighted mean if not given. It gets whole
                 parameters (FULL), one reply after another in the order of the clients, without statistics.
-            weight: what weighs a reply: the name of a number in its meta or its metrics, NVFlare's
-                NUM_STEPS_CURRENT_ROUND if not given, or a function of the reply.
-            aggregation_weights: factors of that by client, as NVFlare has them; 1 for those not named.
-            population: how many clients there are, where a round has only some of them: the spread between
-                those few is corrected to that between all. "connected" takes those that are; None corrects
-                nothing.
+            weight: the weight of a reply: the name of a number in its meta or its metrics (by default
+                NVFlare's NUM_STEPS_CURRENT_ROUND), or a function of the reply.
+            aggregation_weights: factors of the weight by client, as in NVFlare; 1 for those not named.
+            population: how many clients there are, if a round has only some of them: the spread between them
+                is corrected to that between all. "connected" is the number of connected clients; None is no
+                correction.
             settings: in place of options.
             options: model, aggregator, quorum, checkpoint, ...: see `adapters.settings.Options`. A model may
-                also be given as NVFlare has it, {"class_path": ..., "args": ...}, and need not be converted.
+                also be given as in NVFlare, {"class_path": ..., "args": ...}, and need not be converted.
         """
         super().__init__()
         if settings is not None and options:
@@ -127,26 +127,26 @@ class FederatedBatchNormAggregator(ModelAggregator):
 
     @property
     def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
+        """The share of BatchNorm's gradient for the next round; None if clients decide themselves."""
         return self.session.gradient
 
     @property
     def shared(self) -> dict[str, Running]:
-        """The statistics as they are, by layer."""
+        """The current statistics, by layer."""
         return self.session.shared
 
     @property
     def result(self) -> MergeResult | None:
-        """Of the last round what came of the merge."""
+        """The result of the last round's merge."""
         return self.session.result
 
     @property
     def left_out(self) -> dict[Hashable, Verdict]:
-        """Of the last round who was left out and why, by client."""
+        """Who was left out of the last round, and why, by client."""
         return self.session.left_out
 
     def start(self, params: Mapping[str, Any], rounds: int | None = None) -> int:
-        """Begin a run with this model, or where the checkpoint is; returns how many exchanges are left.
+        """Begin a run with this model, or continue from the checkpoint; returns how many exchanges are left.
 
         An exchange is a round of training, or the calibration before the first. NVFlare's controllers need
         not call it: the first request does.
@@ -164,11 +164,11 @@ class FederatedBatchNormAggregator(ModelAggregator):
         return left + self._calibrates if left else 0
 
     def request(self, asked: Collection[str] | None = None, population: int | None = None) -> FLModel:
-        """What is sent to clients in this round: the whole model, and settings in its meta.
+        """What is sent to clients in this round: the whole model, with settings in its meta.
 
         Args:
             asked: the clients that it is sent to.
-            population: how many clients those stand for, if more.
+            population: how many clients those represent, if more.
         """
         if asked is not None:
             self._asked = list(asked)
@@ -182,11 +182,11 @@ class FederatedBatchNormAggregator(ModelAggregator):
         return FLModel(params=self.params(), current_round=self._number, meta=meta)
 
     def params(self) -> dict[str, Any]:
-        """The whole model as it is, in the kind in which it came: arrays or tensors."""
+        """The current model, as arrays or tensors, whichever it was given as."""
         return in_kind(self.session.arrays, self._tensors)
 
     def ask(self, clients: Collection[str]) -> None:
-        """Say which clients a round is sent to; without it those count that fetch it."""
+        """Say which clients a round is sent to; otherwise those that fetch it count."""
         self._asked = list(clients)
 
     def fail(self, client: str, why: str) -> None:
@@ -194,7 +194,7 @@ class FederatedBatchNormAggregator(ModelAggregator):
         self._replies.append(Reply(client, failure=why))
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """When the model goes to a client: adds to its meta how to train, or that it is to calibrate."""
+        """When the model is sent: add the training settings, or the request to calibrate, to its meta."""
         super().handle_event(event_type, fl_ctx)
         if event_type != AppEventType.BEFORE_TRAIN_TASK:
             return
@@ -209,7 +209,7 @@ class FederatedBatchNormAggregator(ModelAggregator):
         self._open, self._asked = False, None
 
     def accept_model(self, model: FLModel) -> None:
-        """Take a client's reply; what is wrong with it is said when the round ends."""
+        """Take a client's reply; it is checked when the round ends."""
         self._begin_if_not_begun()
         assert self._request is not None
         reply = reply_of(model, self._weighting, self._request)
@@ -286,7 +286,7 @@ class FederatedBatchNormAggregator(ModelAggregator):
         return {name: whole[name] for name in self.session.parameters}
 
     def _population_of(self, asked: Collection[str] | None) -> int | None:
-        """How many clients those of a round stand for; those that drop out do not count."""
+        """How many clients those of a round represent; those that drop out do not count."""
         if not isinstance(self.population, str):
             return self.population
         engine = self.fl_ctx.get_engine() if self.fl_ctx else None

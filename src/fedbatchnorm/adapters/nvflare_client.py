@@ -1,4 +1,4 @@
-"""A client's side of federated BatchNorm on NVFlare: what to load, and what to send.
+"""The client's side of federated BatchNorm on NVFlare: what to load, and what to send.
 
     flare.init()
     while flare.is_running():
@@ -10,8 +10,8 @@
         train_locally(model, loader)  # as ever
         flare.send(reply(model, received, {"accuracy": accuracy}, steps=len(loader)))
 
-Parameters travel as ever. What the layers have seen travels in the model's `meta`, which NVFlare leaves alone
-whatever the exchange format and the transfer type.
+Parameters travel as usual. What the layers have seen travels in the model's `meta`, which NVFlare does not
+change for any exchange format or transfer type.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Sent(NamedTuple):
 def load(model: nn.Module, received: FLModel) -> None:
     """Load the server's parameters and statistics into a client's converted model.
 
-    Also the share of BatchNorm's gradient to train with, and the limit, if the server sends them.
+    This includes the share of BatchNorm's gradient and the limit, if the server sends them.
 
     Args:
         model: what `convert` returned.
-        received: by `flare.receive()`, for training or for evaluation.
+        received: what `flare.receive()` returned, for training or for evaluation.
     """
     client.load(model, sent_of(received))
 
@@ -72,14 +72,14 @@ def reply(
     meta: Mapping[str, Any] | None = None,
     group: ProcessGroup | None = None,
 ) -> FLModel:
-    """A client's answer, for `flare.send`: parameters, what its layers have seen since `load`, and metrics.
+    """A client's reply, for `flare.send`: parameters, what its layers have seen since `load`, and metrics.
 
     Args:
         model: the converted model, after local training.
         received: what is answered.
-        metrics: as NVFlare has them: usually of the model that was received.
-        steps: optimizer steps since `load`, which is also what the server weighs the reply by unless it was
-            set otherwise; 0 where there was no batch: the server then sets the reply aside.
+        metrics: as in NVFlare: usually those of the model that was received.
+        steps: optimizer steps since `load`, which by default are also the reply's weight; 0 if there was no
+            batch: the server then ignores the reply.
         meta: further entries of the reply's meta.
         group: of a client that trains on several devices; see `collect`.
     """
@@ -96,14 +96,14 @@ def reply(
 
 
 def wants_calibration(received: FLModel) -> bool:
-    """Whether the server asks for `calibrate` in place of training: once, before the first round."""
+    """Whether the server asks for `calibrate` instead of training: once, before the first round."""
     return bool((received.meta or {}).get(KEY, {}).get(_ASKS))
 
 
 def calibrate(
     model: nn.Module, received: FLModel, batches: Iterable[Tensor], *, group: ProcessGroup | None = None
 ) -> FLModel:
-    """A client's answer to round 0: what its layers see in a pass with plain BatchNorm, and nothing learned.
+    """A client's reply to round 0: the moments of a pass with plain BatchNorm, without training.
 
     Args:
         model: the converted model; what was received is loaded into it.
@@ -119,13 +119,13 @@ def calibrate(
 
 
 def packed(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A client's statistics as plain values, which every filter and format passes through."""
+    """A client's statistics as plain values, which all filters and formats leave unchanged."""
     found: dict[str, Any] = {name: array.item() for name, array in statistics.items() if array.ndim == 0}
     return found | {name: array.tobytes() for name, array in statistics.items() if array.ndim}
 
 
 def unpacked(meta: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
-    """What `packed` made, out of a reply's meta; None if there is none."""
+    """The inverse of `packed`, from a reply's meta; None if there is none."""
     found = (meta or {}).get(KEY)
     if not isinstance(found, Mapping):
         return None
@@ -139,7 +139,7 @@ def beside(settings: Mapping[str, Any], calibrates: bool) -> dict[str, Any]:
 
 
 def sent_of(received: FLModel) -> Sent:
-    """What a model holds that came from the server."""
+    """What the server sent in a model."""
     settings = (received.meta or {}).get(KEY, {}).get(_SETTINGS, {})
     return Sent(received.params, {}, settings)
 

@@ -1,4 +1,4 @@
-"""Federated BatchNorm on NVFlare for Lightning's trainer: in place of `flare.patch`.
+"""Federated BatchNorm on NVFlare for Lightning's trainer: use it instead of `flare.patch`.
 
 model = fbn.convert(LitNet())
 trainer = Trainer(max_epochs=1)
@@ -30,7 +30,7 @@ def patch(trainer: Trainer, **options: Any) -> None:
     """Let a trainer receive from and send to a server with federated BatchNorm.
 
     Args:
-        trainer: of one device; what it fits must be a converted module.
+        trainer: a trainer for one device; it must fit a converted module.
         options: of `nvflare.client.lightning.patch`, which is called.
     """
     if trainer.world_size > 1:
@@ -45,9 +45,9 @@ def patch(trainer: Trainer, **options: Any) -> None:
 
 
 class FederatedBatchNormCallback(Callback):
-    """Loads settings and statistics when a round begins, and adds to the answer what the layers have seen.
+    """Loads settings and statistics when a round begins, and adds what the layers have seen to the reply.
 
-    Where the server asks for a calibration, the layers measure with plain BatchNorm and nothing is learned.
+    If the server asks for a calibration, the layers measure with plain BatchNorm, and nothing is trained.
     """
 
     def __init__(self):
@@ -55,7 +55,7 @@ class FederatedBatchNormCallback(Callback):
         self._calibrates, self._began = False, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model that came, which NVFlare's callback gets as well, and loads again."""
+        """Load the received model, which NVFlare's callback receives, too, and loads again."""
         received = receive()
         if received is None:
             return
@@ -67,12 +67,12 @@ class FederatedBatchNormCallback(Callback):
             self._calibration.enter_context(client.calibrating(pl_module))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Without gradients an optimizer changes nothing, nor what it remembers."""
+        """Clear the gradients: without them an optimizer changes neither weights nor its state."""
         if self._calibrates:
             optimizer.zero_grad(set_to_none=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What the layers have seen goes where NVFlare's callback finds it."""
+        """Put what the layers have seen where NVFlare's callback finds it."""
         if self._calibrates:
             self._calibration.close()
             found = client.measured(pl_module)

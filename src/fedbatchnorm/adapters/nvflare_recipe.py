@@ -31,7 +31,7 @@ class FederatedBatchNormFedAvg(FedAvg):
     """FedAvg that counts rounds of training, continues from a checkpoint, and survives clients that fail."""
 
     def __init__(self, *args: Any, round_timeout: int = 0, **kwargs: Any):
-        """As FedAvg, and with a limit for each round.
+        """As FedAvg, with a time limit for each round.
 
         Args:
             args: of FedAvg.
@@ -46,7 +46,7 @@ class FederatedBatchNormFedAvg(FedAvg):
         return cast(FederatedBatchNormAggregator, self.aggregator)
 
     def load_model(self) -> FLModel:
-        """The model to begin with, or that of the checkpoint; from here on the rounds are those left."""
+        """The initial model, or that of the checkpoint; then only the remaining rounds count."""
         model = super().load_model()
         if model is not None:
             self.num_rounds = self._ours.start(model.params, self.num_rounds)
@@ -77,10 +77,10 @@ class FederatedBatchNormFedAvg(FedAvg):
 
 
 class FederatedBatchNormRecipe(FedAvgRecipe):
-    """FedAvgRecipe's sibling: the same arguments, and an aggregator that merges statistics.
+    """Like FedAvgRecipe: the same arguments, and an aggregator that merges statistics.
 
-    `num_rounds` counts rounds of training; the calibration comes before them. A client that fails is passed
-    over: `quorum=` of the aggregator says how many replies a round needs.
+    `num_rounds` counts rounds of training; the calibration comes before them. A client that fails is skipped:
+    `quorum=` of the aggregator says how many replies a round needs.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class FederatedBatchNormRecipe(FedAvgRecipe):
         """Make a recipe.
 
         Args:
-            aggregator: with the settings of federated BatchNorm; its model is the recipe's unless given.
-            clients_per_round: how many clients a round asks, drawn again each time; all if not given.
+            aggregator: has the settings of federated BatchNorm; by default its model is the recipe's.
+            clients_per_round: how many clients are sampled for each round; all if not given.
             round_timeout: seconds after which a round is that of the clients that have answered; 0 waits.
-            fedavg: what `nvflare.app_opt.pt.recipes.fedavg.FedAvgRecipe` takes.
+            fedavg: the arguments of `nvflare.app_opt.pt.recipes.fedavg.FedAvgRecipe`.
         """
         aggregator = FederatedBatchNormAggregator() if aggregator is None else aggregator
         if not isinstance(aggregator, FederatedBatchNormAggregator):
@@ -137,7 +137,7 @@ class FederatedBatchNormRecipe(FedAvgRecipe):
 
 
 def _check_can_be_written(aggregator: FederatedBatchNormAggregator) -> None:
-    """NVFlare writes objects into a job by their class and its arguments, which a function has not."""
+    """Refuse functions: NVFlare writes objects into a job by their class and arguments."""
     rule = aggregator.settings.aggregator
     for name, value in (
         ("weight", aggregator.weight),

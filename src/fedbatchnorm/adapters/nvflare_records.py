@@ -1,4 +1,4 @@
-"""Between NVFlare's models and the arrays by name that the engine-free core knows."""
+"""Translates between NVFlare's models and the core's arrays by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except ImportError as error:
 
 
 class Weighting:
-    """What weighs a reply, times a factor by client."""
+    """The weight of a reply, times a factor by client."""
 
     def __init__(self, weight: str | Callable[[FLModel], float], factors: Mapping[str, float] | None = None):
         """Of the name of a number in a reply's meta or metrics, or of a function of the reply."""
@@ -45,8 +45,9 @@ class Weighting:
 
 
 class Parameters(Mapping[str, Any]):
-    """A reply's parameters, each read when it is asked for: off the disk, added to what was sent if it is a
-    difference, and without the statistics that a whole state_dict has, in whose place moments have come."""
+    """A reply's parameters, each read when it is needed: from disk, added to what was sent if it is a
+    difference, and without the statistics of a whole state_dict, which moments replace.
+    """
 
     def __init__(
         self, model: FLModel, sent: Mapping[str, np.ndarray], without: Collection[str] = frozenset()
@@ -55,8 +56,8 @@ class Parameters(Mapping[str, Any]):
 
         Args:
             model: as it came.
-            sent: the parameters that it is an answer to.
-            without: names that are passed over.
+            sent: the parameters that the client had received.
+            without: names that are left out.
         """
         self._params, self._sent, self._without = model.params, sent, without
         self._is_diff = model.params_type == ParamsType.DIFF
@@ -80,7 +81,7 @@ class Parameters(Mapping[str, Any]):
 
 
 def reply_of(model: FLModel, weighting: Weighting, sent: Request) -> Reply:
-    """What a client answered, in the core's words."""
+    """A client's reply, as the core's `Reply`."""
     meta = model.meta or {}
     client = meta.get("client_name") or meta.get(MetaKey.SITE_NAME) or "(unnamed)"
     problem = "" if isinstance(model.params, Mapping) else "its parameters have no names"
@@ -107,7 +108,7 @@ def converted(model: Any) -> nn.Module | None:
 
 
 def plain(value: Any) -> Any:
-    """A number as Python has it, out of a tensor or an array of one."""
+    """A Python number, from a tensor or an array of one value."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and np.prod(tuple(value.shape)) == 1:
         return value.item()
     return value
@@ -121,7 +122,7 @@ def in_kind(arrays: Mapping[str, np.ndarray], tensors: bool) -> dict[str, Any]:
 def for_wrapped(
     model: FLModel, like: Mapping[str, np.ndarray], metrics: dict[str, Any], weight: float, tensors: bool
 ) -> FLModel:
-    """A reply as any aggregator can use it: whole parameters in the order in which they were sent."""
+    """A reply that any aggregator can use: whole parameters in the order in which they were sent."""
     received = Parameters(model, like)
     params = in_kind({name: as_numpy(received[name], name) for name in like}, tensors)
     meta = {key: value for key, value in (model.meta or {}).items() if key != KEY} | {STEPS: weight}

@@ -1,4 +1,4 @@
-"""What clients answered: who can be used, who is left out, and why."""
+"""Clients' replies: which are used, which are left out, and why."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Reply(NamedTuple):
         parameters: name -> array or tensor; each is read once.
         metrics: name -> number or list of numbers, with the weight among them.
         statistics: what the client's `Answer.statistics` was.
-        failure: it failed, and this is why; then there is nothing else.
-        problem: the engine cannot make sense of the reply, and this is why: it is left out as `schema`.
+        failure: why the client failed; then there is nothing else.
+        problem: why the engine cannot read the reply: it is left out as `schema`.
     """
 
     client: Hashable
@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """By client: replies of the right form, their updates and local steps, and verdicts on the others."""
+    """By client: usable replies, their updates and local steps, and verdicts on the others."""
 
     replies: dict[Hashable, Reply]
     updates: dict[Hashable, Mapping[str, Any]]
@@ -53,9 +53,10 @@ class Examined(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a reply is held against: the parameters that were sent (None: it has none), the metric that weighs
-    it, the most that this may be (None: what the others and the counts make likely), whether it has
-    statistics, and whether the server limits their counts by itself."""
+    """What a reply is compared with: the parameters that were sent (None: it has none), the metric that is
+    its weight, the largest weight (None: judged by the others and the counts), whether it has statistics, and
+    whether the server limits their counts by itself.
+    """
 
     parameters: Mapping[str, np.ndarray] | None
     weight: str
@@ -73,7 +74,7 @@ class _LeftOutError(Exception):
 
 
 def examine(answers: list[Reply], wanted: Wanted) -> Examined:
-    """Look at each reply before anybody uses it: a bad one is left out, and never an error."""
+    """Check each reply before it is used: an unusable one is left out and never raises an error."""
     found = Examined({}, {}, {}, {})
     forms = Counter(map(_form, answers))
     usual = forms.most_common(1)[0][0] if forms else None
@@ -100,7 +101,7 @@ def examine(answers: list[Reply], wanted: Wanted) -> Examined:
 
 
 def read_calibrations(answers: list[Reply]) -> tuple[dict[Hashable, Update], dict[Hashable, Verdict]]:
-    """Round 0: updates by client, and verdicts on replies that are no calibration or cannot be read."""
+    """Round 0: updates by client, and verdicts on replies that are not calibrations or cannot be read."""
     updates: dict[Hashable, Update] = {}
     left_out: dict[Hashable, Verdict] = {}
     for reply, verdict in _each(answers):
@@ -121,8 +122,8 @@ def finite_metrics(
 ) -> tuple[dict[Hashable, dict[str, Any]], dict[str, list[Hashable]]]:
     """Metrics in which everything is finite, and by metric the clients whose number was not.
 
-    Such a number is taken to be the others' mean, weighted as they are: then an average over all clients is
-    theirs. What is finite nowhere is left out everywhere.
+    Such a number is replaced by the weighted mean of the others, so that an average over all clients is
+    theirs. A metric that is finite for no client is left out.
     """
     rows = {client: dict(reply.metrics) for client, reply in replies.items()}
     odd: dict[str, list[Hashable]] = {}
@@ -197,7 +198,7 @@ def _form(reply: Reply) -> frozenset[tuple[str, int | None]]:
 
 
 def _weight(reply: Reply, wanted: Wanted) -> float:
-    """What the reply weighs; metrics that are no numbers are refused on the way."""
+    """The reply's weight; metrics that are not numbers are refused."""
     for name, value in reply.metrics.items():
         _expect(is_usable(value), "schema", f"metric {name} is a {type(value).__name__}, expected a number")
     value, most = reply.metrics.get(wanted.weight), MOST_EXAMPLES if wanted.most is None else wanted.most
@@ -212,10 +213,10 @@ def _weight(reply: Reply, wanted: Wanted) -> float:
 
 
 def _compare(found: Examined, wanted: Wanted) -> None:
-    """Leave out who claims far more than the others, where no limit was set: one claim could take all.
+    """Without a limit, leave out clients that claim far more weight than the others.
 
-    A client may hold a hundred times what others do. Beyond that it must have seen it, as every example gives
-    a layer one value at least; and ten thousand times the others' is not believed of anybody.
+    A client may hold a hundred times as much as others. If it claims more, its layers must have seen it,
+    because every example gives a layer at least one value. Ten thousand times as much is never accepted.
     """
     claims = {client: float(reply.metrics[wanted.weight]) for client, reply in found.replies.items()}
     seen = {c: max((float(m.count) for m in u.values()), default=0.0) for c, u in found.updates.items()}

@@ -23,7 +23,7 @@ def is_fresh(shared: Mapping[str, Running]) -> bool:
 def merged(
     tell: Teller, number: int, shared: Mapping[str, Running], found: Examined, rules: Mapping[str, Any]
 ) -> tuple[MergeResult, dict[Hashable, Verdict], set[Hashable]]:
-    """The merge of what clients saw, verdicts on those who are left out, and who has merely seen nothing.
+    """The merge of what clients saw, verdicts on those left out, and the clients that have seen nothing.
 
     Args:
         tell: for notices.
@@ -42,10 +42,11 @@ def merged(
 def calibrated(
     tell: Teller, shared: Mapping[str, Running], replies: list[Reply], asked: int, rules: Mapping[str, Any]
 ) -> tuple[dict[str, Running] | None, dict[Hashable, Verdict]]:
-    """The statistics that all layers start with, or None if too few clients can calibrate; who was left out.
+    """The statistics that all layers start with, or None if too few clients can calibrate; and who was left
+    out.
 
     Args:
-        tell: for what becomes of it.
+        tell: for the result.
         shared: the statistics that were sent.
         replies: what came back, failures among it.
         asked: how many clients were.
@@ -71,7 +72,7 @@ def calibrated(
 
 
 def _of_all(rules: Mapping[str, Any], answered: int) -> dict[str, Any]:
-    """Rules with a population that is no smaller than who has answered: some may have joined since."""
+    """Rules with a population not smaller than the number of replies: clients may have joined since."""
     of = rules["population"]
     return {**rules, "population": None if of is None else max(of, answered)}
 

@@ -1,4 +1,4 @@
-"""Federated BatchNorm under Flower's SecAgg+, where the server sees the sum of all clients and nothing else.
+"""Federated BatchNorm under Flower's SecAgg+, where the server sees only the sum over all clients.
 
 SecAgg+ belongs to Flower's earlier API: the server's strategy is wrapped in `SecAggBatchNorm`, and a client's
 `fit` calls `load` first and returns `masked`. Statistics travel as sums (`to_sums`), which SecAgg+ adds up
@@ -68,9 +68,9 @@ def load(model: nn.Module, parameters: Sequence[np.ndarray]) -> None:
 def masked(model: nn.Module, config: dict[str, Any], examples: int) -> list[np.ndarray]:
     """What `fit` returns, to be masked and added up: parameters, then each layer's sums per example.
 
-    SecAgg+ cuts off what is out of its range. A parameter there is an error, and the client is not in the
-    sum. A layer's sums are made smaller together, so that the layer counts for less in this round, with the
-    mean and the variance that it has.
+    SecAgg+ clips values to its range. A parameter out of range is an error, and the client is not in the sum.
+    If a layer's sums are out of range, they are scaled down together: the layer keeps its mean and variance
+    but has less weight in this round.
 
     Args:
         model: the converted model after local training.
@@ -123,11 +123,11 @@ class SecAggBatchNorm(Strategy):
         """Wrap a strategy.
 
         Args:
-            strategy: what aggregates the parameters: FedAvg, FedAvgM, FedProx, FedAdam and their like. One
+            strategy: what aggregates the parameters: FedAvg, FedAvgM, FedProx, FedAdam or similar. A strategy
                 that needs more than a sum, such as Krum, is refused.
             model: the converted model; its weights and statistics are those of the first round.
-            example: an input of the model, a batch of any size: it tells how many values of an example each
-                layer sees.
+            example: an example input of the model, with any batch size. It shows how many values of an
+                example each layer sees.
             secure: the workflow that this strategy runs in, for its range and its rounding.
             steps: local steps a round.
             quorum: with fewer clients in the sum the round changes nothing.
@@ -169,7 +169,7 @@ class SecAggBatchNorm(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[Any, FitIns]]:
-        """The wrapped strategy's clients, told how to write their sums."""
+        """The wrapped strategy's clients, with the settings for their sums."""
         chosen = self.strategy.configure_fit(server_round, self._whole(), client_manager)
         return [(proxy, FitIns(ins.parameters, {**ins.config, _CONFIG: self._told})) for proxy, ins in chosen]
 
@@ -234,7 +234,7 @@ class SecAggBatchNorm(Strategy):
         return ndarrays_to_parameters([tensor.numpy() for tensor in self._state.values()])
 
     def _sent(self) -> dict[str, Running]:
-        """The statistics as clients have got them, in the model's own precision."""
+        """The statistics as clients received them, in the model's own precision."""
         found = {}
         for layer, running in self.shared.items():
             mean, var = (self._state[name] for name in self._statistics[layer][0][:2])

@@ -1,7 +1,7 @@
-"""A server's side of federated BatchNorm, whatever engine carries it.
+"""The server's side of federated BatchNorm, for any engine.
 
-An engine translates: it sends what a `Request` says, hands over what came back as `Reply`, aggregates the
-parameters of those that `take` names (or lets `average` do it), and gives the result to `finish`.
+An engine translates: it sends the content of a `Request`, returns each reply as a `Reply`, aggregates the
+parameters of the clients that `take` names (or lets `average` do it), and passes the result to `finish`.
 
     session = Session(model=convert(Net()))
     arrays = session.start(Net().state_dict(), rounds)
@@ -40,7 +40,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Request(NamedTuple):
-    """What is sent to clients: parameters, everything else of the state_dict, and how to train."""
+    """What is sent to clients: parameters, the rest of the state_dict, and the settings for training."""
 
     parameters: Arrays
     statistics: Arrays
@@ -48,7 +48,9 @@ class Request(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Whose parameters a round uses, in order, None if it changes nothing; their metrics and weights."""
+    """The clients whose parameters a round uses, in order (None if it changes nothing), their metrics and
+    weights.
+    """
 
     used: list[Hashable] | None
     metrics: dict[Hashable, dict[str, Any]]
@@ -56,14 +58,14 @@ class Taken(NamedTuple):
 
 
 class Session:
-    """All that a server of federated BatchNorm knows and decides in a run.
+    """The state and the decisions of a server of federated BatchNorm in a run.
 
     Attributes:
         done: the rounds that are finished, of the whole run.
-        arrays: the whole model as it is.
+        arrays: the current model.
         shared: its statistics.
-        result: of the last round the merge's outcome, None if there was none.
-        left_out: of the last round who was left out and why.
+        result: the result of the last round's merge, None if there was none.
+        left_out: who was left out of the last round, and why.
     """
 
     def __init__(
@@ -79,10 +81,11 @@ class Session:
         """Make a session.
 
         Args:
-            remembers: what aggregates the parameters, if it has a state: that goes into checkpoints and back.
-            weight: the metric that weighs a reply, or a function that returns its name.
-            log: gets the lines.
-            called: what the engine calls a client.
+            remembers: what aggregates the parameters, if it has a state, which is saved in checkpoints and
+                restored.
+            weight: the metric that is a reply's weight, or a function that returns its name.
+            log: receives the lines.
+            called: the engine's word for a client.
             to_calibrate: what clients need for round 0, for the log.
             options: see `Options`.
         """
@@ -124,7 +127,7 @@ class Session:
         self.share.start()
 
     def start(self, arrays: Mapping[str, Any], rounds: int | None = None) -> Arrays:
-        """Begin a run with this model, or where the checkpoint is; returns the whole model.
+        """Begin a run with this model, or continue from the checkpoint; returns the whole model.
 
         Args:
             arrays: the whole model, the state_dict.
@@ -145,16 +148,16 @@ class Session:
 
     @property
     def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
+        """The share of BatchNorm's gradient for the next round; None if clients decide themselves."""
         return self.share.gradient
 
     @property
     def parameters(self) -> Arrays:
-        """What of the model is averaged."""
+        """The part of the model that is averaged."""
         return self._parts.parameters
 
     def wants_calibration(self) -> bool:
-        """Whether there is to be a round 0."""
+        """Whether there will be a round 0."""
         if self._resumed or not self.settings.calibrate:
             return False
         if not self.shared or not is_fresh(self.shared):
@@ -182,7 +185,7 @@ class Session:
         asked: Collection[Hashable] | None = None,
         population: int | None = None,
     ) -> Arrays:
-        """What came back in round 0: the whole model, with statistics that the clients have measured."""
+        """End round 0: returns the whole model, with the statistics that the clients have measured."""
         replies = in_order(replies)
         self.tell.silent(0, asked or (), [reply.client for reply in replies])
         rules = {**self._rules, "population": population}
@@ -205,7 +208,7 @@ class Session:
             number: of the round, in the whole run.
             arrays: the whole model, if it is not as the session has it.
             asked: the clients that it is sent to; `ask` can say so later.
-            population: how many clients those stand for, if more.
+            population: how many clients those represent, if more.
         """
         request = self.request(arrays)
         self.ask(asked, population)
@@ -215,7 +218,7 @@ class Session:
         return request
 
     def ask(self, asked: Collection[Hashable] | None, population: int | None = None) -> None:
-        """Say which clients are asked in this round, and how many they stand for."""
+        """Say which clients are asked in this round, and how many they represent."""
         self._asked = None if asked is None else list(asked)
         self._population = population
 
@@ -252,7 +255,7 @@ class Session:
         return self._taken(number, {client: found.replies[client] for client in good})
 
     def average(self, taken: Taken) -> Arrays:
-        """The mean of the used clients' parameters by their weights, for engines that have none."""
+        """The weighted mean of the used clients' parameters, for engines that do not average."""
         assert taken.used, "the round uses nobody: pass None to finish"
         total = sum(taken.weights.values())
         mean: Arrays = {}
@@ -269,7 +272,7 @@ class Session:
 
         Args:
             number: of the round.
-            parameters: of those that `take` named, None if it named nobody.
+            parameters: the aggregated parameters of the clients that `take` named, None if it named none.
         """
         if self._went_back:
             self._went_back = False
@@ -296,7 +299,7 @@ class Session:
         return None if found is None else whole
 
     def refused(self, number: int) -> None:
-        """Say that what aggregates the parameters returned none."""
+        """Say that the wrapped strategy returned no parameters."""
         self.tell(number, "nothing_changed", "the strategy returned no parameters: nothing changes", WARNING)
 
     def evaluated(self, number: int, replies: Iterable[Reply]) -> Taken:
@@ -307,7 +310,7 @@ class Session:
         return self._taken(number, found.replies)
 
     def end(self, number: int) -> None:
-        """End a run; an error if it had rounds and none of them has changed anything."""
+        """End a run; an error if it had rounds and none of them changed anything."""
         if number > self._began_at and self._tried and not self._changed:
             self._save(self.arrays, self._began_at)  # who starts again starts there
             why = f" The first that was wrong: {self.tell.first}" if self.tell.first else ""
@@ -324,7 +327,7 @@ class Session:
         self.arrays = arrays
 
     def _heard(self, number: int, replies: Iterable[Reply]) -> list[Reply]:
-        """The answers among a round's replies, in the order of the clients; failures are told."""
+        """The usable replies of a round, in the order of the clients; failures are logged."""
         replies = in_order(replies)
         self.tell.failed(number, {reply.client: reply.failure for reply in replies if reply.failure})
         self.tell.silent(number, self._asked or (), [reply.client for reply in replies])
@@ -357,7 +360,7 @@ class Session:
         return Taken(list(replies) or None, metrics, weights)
 
     def _refuse_unconverted(self, answers: list[Reply], verdicts: Mapping[Hashable, Verdict]) -> None:
-        """If no client is one of ours, no round can change anything."""
+        """An error if no client has a converted model, because then no round can change anything."""
         foreign = [verdict for verdict in verdicts.values() if verdict.detail == NO_STATISTICS]
         if answers and not self._changed and len(foreign) == len(answers):
             self._save(self.arrays, self._began_at)
@@ -367,7 +370,7 @@ class Session:
             )
 
     def _back(self, number: int, wrong: str) -> None:
-        """The last good state, to continue from, or to stop with."""
+        """Return to the last good state, to continue or to stop."""
         assert self._watch is not None
         began, state = self._watch.began or number, self._watch.back()
         # A budget of privacy that was spent stays spent, whatever became of the model.
@@ -396,12 +399,12 @@ class Session:
 
 
 def in_order(replies: Iterable[Reply]) -> list[Reply]:
-    """By client, not as they happened to arrive: sums of rounded numbers depend on it."""
+    """By client, not in the order of arrival, because rounded sums depend on the order."""
     return sorted(replies, key=lambda r: (r.client if isinstance(r.client, int) else 0, str(r.client)))
 
 
 def tell_resumed(tell: Teller, done: int, rounds: int | None, file: Path | None) -> None:
-    """Where a run continues, or that there is nothing left of it."""
+    """Say where a run continues, or that it was finished."""
     of = "" if rounds is None else f" of {rounds}"
     if rounds is not None and done >= rounds:
         text = f"all {rounds} rounds are done, says {file}: nothing is trained. To train on, ask for more "

@@ -1,4 +1,4 @@
-"""What a server can be set to, whatever the engine; an error names the setting."""
+"""The settings of a server, for any engine; an error names the setting."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ class Options(TypedDict, total=False):
     """The settings of federated BatchNorm at a server, the same for every engine.
 
     Attributes:
-        model: the converted model: which arrays are statistics, and its layers' momentum and eps. Without
-            it, what is called running_mean, running_var and num_batches_tracked is taken for statistics.
-        momentum: of all layers, where no model is given; 0.1.
-        eps: of all layers, where no model is given; 1e-5.
+        model: the converted model. It says which arrays are statistics, and gives its layers' momentum and
+            eps. Without it, arrays named running_mean, running_var and num_batches_tracked are the
+            statistics.
+        momentum: of all layers, if no model is given; 0.1 by default.
+        eps: of all layers, if no model is given; 1e-5 by default.
         aggregator: None is exact; a rule such as `defense("nnm+median", f=2)` withstands Byzantine clients.
         quorum: with fewer usable replies the round changes nothing.
         max_count: the most values per channel that an honest client can see, a number or by layer.
-        max_examples: the most that an honest client's weight in training, `num-examples`, can be. Where one
-            of the two is not given, a client that claims 10,000 times what the others do is left out, or 100
-            times as many examples and has not seen so many.
+        max_examples: the largest weight of an honest client in training, `num-examples`. If `max_count` or
+            `max_examples` is not given, a client is left out that claims 10,000 times as much as the others,
+            or 100 times as many examples without having seen them.
         nonnegative: layers that follow a ReLU: a negative mean there is false.
-        steps: local steps a round; what clients report if not given.
-        calibrate: start from the data: a round 0 in which clients measure and nothing is learned. Only
-            with fresh statistics; clients that cannot do it are passed over.
-        gradient: the share of BatchNorm's gradient that clients take, sent with every request to train.
-            "auto" starts at 0.8 and follows how far the statistics drift (`next_gradient`), and layers
-            in which clients are alike take more (`set_gradient`); None sends neither it nor the limit,
-            and clients train with what they gave `convert`.
-        limit: how wide and how far away a normalized batch may come out, as for `convert`: "auto" goes
-            with the share, None leaves it to the clients.
-        on_divergence: when most clients' replies are not finite, or losses or activations explode, it is
-            the model that diverged. "stop" raises `DivergedError`, with the last good state in it and in
-            the checkpoint; "restore" continues from that state, with the largest share of the gradient
-            that "auto" can take, and stops at the fourth time; "ignore" says so in the log.
-        checkpoint: a file to save to after every round, and to continue from if it is there.
-        on_event: called with every line of the log as an `Event`: for TensorBoard and the like.
+        steps: local steps a round; by default what clients report.
+        calibrate: start with a round 0 in which clients measure without training. Only if the model's
+            statistics are those of new layers. Clients that cannot calibrate are skipped.
+        gradient: the share of BatchNorm's gradient that clients use, sent with every request to train. "auto"
+            starts at 0.8 and follows the drift of the statistics (`next_gradient`); layers in which clients
+            are alike use more (`set_gradient`). With None neither the share nor the limit is sent, and
+            clients train with the arguments of their own `convert`.
+        limit: the largest deviation of a normalized batch, as in `convert`. "auto" depends on the share; None
+            leaves it to the clients.
+        on_divergence: what to do if the model diverges: if most clients' replies are not finite, or losses or
+            activations explode. "stop" raises `DivergedError`, which has the last good state, as the
+            checkpoint does. "restore" continues from that state with the largest share of the gradient that
+            "auto" can reach, and stops at the fourth time. "ignore" only logs it.
+        checkpoint: a file that is saved after every round, and from which a run continues if it exists.
+        on_event: called with every line of the log as an `Event`, for example for TensorBoard.
     """
 
     model: nn.Module | None
@@ -86,7 +87,7 @@ class Settings:
     on_event: Callable[[Event], None] | None = None
 
     def __post_init__(self) -> None:
-        """An error names what cannot be."""
+        """Check the settings; an error names the one that is wrong."""
         problem = settings_problem(self.momentum, self.eps)
         if problem:
             raise ValueError(problem)
@@ -107,7 +108,7 @@ class Settings:
 
 
 def check_population(population: object, word: str) -> None:
-    """A number of clients, nothing, or the word for those that an engine knows of."""
+    """Check a population: a number of clients, None, or the engine's word for the connected ones."""
     number = isinstance(population, int) and not isinstance(population, bool) and population >= 1
     if not (number or population is None or population == word):
         raise ValueError(f"population is {population!r}; it must be a number of clients, {word!r} or None")

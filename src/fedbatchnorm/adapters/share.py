@@ -1,4 +1,4 @@
-"""How much of BatchNorm's gradient clients take: decided by the server, sent with every request to train."""
+"""The share of BatchNorm's gradient that clients use: set by the server, sent with every request to train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..norm.moments import Running
 
 
 class Share:
-    """The share of BatchNorm's gradient and the limit, as the server has them.
+    """The server's share of BatchNorm's gradient, and the limit.
 
     Example:
         >>> share = Share("auto", "auto")
@@ -21,10 +21,10 @@ class Share:
     """
 
     def __init__(self, gradient: float | Literal["auto"] | None, limit: Limit):
-        """Take what the user set; an error names the setting.
+        """Check the user's settings; an error names the one that is wrong.
 
         Args:
-            gradient: a share that stays, "auto" for one that follows drift, None if clients have their own.
+            gradient: a fixed share, "auto" for one that follows the drift, None if clients decide themselves.
             limit: None if clients have their own.
         """
         self.follows = gradient == "auto"
@@ -40,30 +40,31 @@ class Share:
         self.start()
 
     def start(self, saved: float | None = None, between: Mapping[str, float] | None = None) -> None:
-        """Begin a run, with what was saved of it if anything was."""
+        """Begin a run, with the saved state if there is one."""
         known = self.follows and saved is not None
         self.gradient = saved if known else self._first  # pyrefly: ignore
         self.between = dict(between or {}) if known else {}
 
     def follow(self, before: Mapping[str, Running], merged: MergeResult) -> None:
-        """Set the next round's share by what a merge has moved, and by how far clients were apart in each
-        layer; frozen layers tell nothing."""
+        """Set the next round's share by the drift of a merge, and by how far apart clients were in each
+        layer, without frozen layers.
+        """
         if self.follows and merged.updated:
             assert self.gradient is not None
             self.gradient = next_gradient(self.gradient, before, merged.statistics, steps=merged.steps)
             self.between = merged.between
 
     def hold(self) -> None:
-        """Hold as much as can be: what was let through made the model diverge."""
+        """Use the largest share, after the model has diverged."""
         self.gradient = MOST if self.follows else self.gradient
         self.between = {}
 
     def to_save(self) -> tuple[float | None, Mapping[str, float]]:
-        """What a checkpoint needs: a share that was set is not the run's, but the user's."""
+        """What a checkpoint needs; a share that the user fixed is not saved."""
         return (self.gradient if self.follows else None), self.between
 
     def settings(self) -> dict[str, float | str | list[str] | list[float]]:
-        """What clients are sent; nothing if the share is theirs."""
+        """What clients are sent; nothing if they decide themselves."""
         if self.gradient is None:
             return {}
         limit = {} if self.limit is None else {"limit": self.limit}
@@ -71,7 +72,7 @@ class Share:
         return {"gradient": self.gradient, **limit, **apart}
 
     def __str__(self) -> str:
-        """In words, for a summary."""
+        """As text, for a summary."""
         if self.gradient is None:
             return "as clients have it"
         how = ", follows drift" if self.follows else ""

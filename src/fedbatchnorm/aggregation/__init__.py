@@ -1,1 +1,1 @@
-"""What a server does with its clients' messages; needs torch alone."""
+"""What a server does with its clients' messages. Needs torch only."""

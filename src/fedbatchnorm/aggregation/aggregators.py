@@ -1,8 +1,7 @@
-"""What a server makes of n clients' vectors: (n, d) -> (d,), robust against f of them.
+"""How a server aggregates n clients' vectors: (n, d) -> (d,), robust against f Byzantine clients.
 
 One table, `AGGREGATORS`; every function takes (rows, f), keeps the rows' type and device, leaves them as
-they are, and refuses 2f >= n. A value that is not a number counts as +infinity: a Byzantine client may send
-anything.
+they are, and refuses 2f >= n. NaN counts as +infinity, because a Byzantine client may send anything.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ _BLOCK, _LARGE_BLOCK = 2**17, 2**23  # values
 
 
 def mean(rows: Tensor, f: int = 0) -> Tensor:
-    """The plain mean, which withstands no Byzantine clients: it refuses rows that are not finite.
+    """The plain mean, which is not robust; it refuses rows that are not finite.
 
     Example:
         >>> mean(torch.tensor([[0.0, 2.0], [4.0, 6.0]]))
@@ -145,7 +144,7 @@ AGGREGATORS: dict[str, Rule] = {
 
 
 def check(rows: Tensor, f: int) -> int:
-    """The number of rows; an error if they are no (n, d) numbers, or f is too many of them."""
+    """The number of rows; an error if they are not (n, d) numbers, or if f is too large."""
     if rows.dim() != 2 or rows.dtype not in (torch.float32, torch.float64) or not len(rows):
         raise ValueError(
             f"rows must be (n, d) in float32 or float64, got {tuple(rows.shape)} of {rows.dtype}"
@@ -158,7 +157,7 @@ def check(rows: Tensor, f: int) -> int:
 
 
 def usable(rows: Tensor, f: int) -> Tensor:
-    """Which rows are finite, (n,); an error if more than f are not, where the host may wait to know."""
+    """Which rows are finite, (n,). If the host may wait for the answer, an error if more than f are not."""
     good = finite(rows)
     if not _may_wait(rows):
         return good
@@ -171,7 +170,7 @@ def usable(rows: Tensor, f: int) -> Tensor:
 
 
 def finite(rows: Tensor) -> Tensor:
-    """Which rows hold nothing but numbers, (n,)."""
+    """Which rows contain only finite numbers, (n,)."""
     if rows.device.type == "cpu":
         good = torch.linalg.vector_norm(rows, dim=1).isfinite()
         if bool(good.all()):  # else a length may have overflowed
@@ -183,18 +182,18 @@ def finite(rows: Tensor) -> Tensor:
 
 
 def check_radius(radius: float) -> None:
-    """An error if nothing can be clipped to this length."""
+    """An error if this is not a usable length."""
     if not radius > 0:
         raise ValueError(f"radius is {radius}; it must be positive")
 
 
 def as_numbers(result: Tensor) -> Tensor:
-    """The result, with infinity in place of what is not a number: more rows than f held what is none."""
+    """The result, with infinity in place of NaN, which appears if more than f rows have NaN."""
     return torch.where(result.isnan(), torch.inf, result)
 
 
 def only(rows: Tensor, good: Tensor) -> Tensor:
-    """The rows, with 0 in place of those that are not good; on a CPU a copy only if there are any."""
+    """The rows, with 0 in place of those that are not usable; on a CPU a copy only if there are any."""
     if rows.device.type == "cpu" and bool(good.all()):
         return rows
     return torch.where(good.unsqueeze(1), rows, 0)
@@ -208,10 +207,10 @@ def shrink(lengths: Tensor, radius: float | Tensor) -> Tensor:
 def distances(rows: Tensor, good: Tensor | None = None) -> Tensor:
     """Squared Euclidean distances, (n, n): infinite from and to a row that is not finite.
 
-    By matrix products, block by block, so that it takes little memory. Rows are taken about one of
-    them: first the one of median length, then, where that lies far from most others for how close these are
-    to each other, about one close to those. So no Byzantine client can spoil the precision of the distances
-    among the others. `good` says which rows are finite, where that is known.
+    By matrix products, block by block, so that it takes little memory. Rows are measured from one of them:
+    first from the one of median length; then, if that is far from most others compared with their distances
+    from each other, from one close to those. So no Byzantine client can spoil the precision of the distances
+    between the others. `good` says which rows are finite, where that is known.
     """
     n, good = len(rows), finite(rows) if good is None else good
     lengths = torch.stack([block.square().sum(1) for block in blocks(rows)]).sum(0)
@@ -245,12 +244,12 @@ def blocks(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _may_wait(rows: Tensor) -> bool:
-    """Whether the host may ask for a value: not while a CUDA graph is being captured."""
+    """Whether the host may read a value: not while a CUDA graph is being captured."""
     return rows.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def own_order(rows: Tensor) -> Tensor:
-    """An order of the rows by what is in them, (n,), so that ties are not decided by who comes first."""
+    """An order of the rows by their content, (n,), so that ties do not depend on the order of clients."""
     keys, start = rows.new_zeros(len(rows)), 0
     for block in blocks(rows):
         places = torch.arange(start + 1, start + 1 + block.shape[1], device=rows.device, dtype=rows.dtype)
@@ -270,7 +269,7 @@ def _best(rows: Tensor, f: int, count: int) -> Tensor:
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """Each coordinate in order, with what is not a number as infinity at the upper end."""
+    """Each coordinate sorted, with NaN as infinity at the upper end."""
     if rows.device.type != "cpu":
         return torch.where(rows.isnan(), torch.inf, rows).sort(0).values
     # On a CPU numpy sorts a few times faster, and puts what is not a number last by itself.

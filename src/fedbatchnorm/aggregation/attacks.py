@@ -1,6 +1,6 @@
 """What Byzantine clients send: one vector made from the honest ones, (h, d) -> (d,), the same for each.
 
-One table, `ATTACKS`. With h the honest mean and s the honest standard deviation of each coordinate. Attacks
+One table, `ATTACKS`. h is the honest mean and s the honest standard deviation of each coordinate. Attacks
 know everything that the honest clients send; the optimized ones also know the server's rule.
 """
 
@@ -51,7 +51,7 @@ def gaussian(honest: Tensor, *, generator: torch.Generator, mean: float = 0.0, s
 
 
 def spike(honest: Tensor, *, generator: torch.Generator, size: float = 1e6) -> Tensor:
-    """The honest mean, but for one coordinate: a broken client, or one that hopes not to be noticed."""
+    """The honest mean, except in one coordinate: a faulty client, or an attack that is hard to detect."""
     sent = honest.mean(0)
     sent[int(torch.randint(len(sent), (1,), generator=generator, device=generator.device))] = size
     return sent
@@ -77,7 +77,7 @@ def optimized(
         honest: (h, d).
         f: how many Byzantine clients send the vector.
         defense: the server's rule on all h + f rows.
-        evaluations: how often the rule is tried out.
+        evaluations: how many times the rule is applied.
     """
     center = honest.mean(0)
 
@@ -118,8 +118,9 @@ def line_search(
 
 
 class Attack(NamedTuple):
-    """A row of the table: (honest, f, defense, generator) -> vector, what it strikes, a line of text, and
-    whether it needs the host while it runs, which a CUDA graph cannot have."""
+    """A row of the table: (honest, f, defense, generator) -> vector, its usual targets, a line of text, and
+    whether it needs the host while it runs, which a CUDA graph does not allow.
+    """
 
     lie: Callable[[Tensor, int, Defense, torch.Generator], Tensor]
     targets: tuple[str, ...]
@@ -155,7 +156,8 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack(name: str | Attack) -> Attack:
-    """The row of this name; `foe:10` and `alie:3` give the factor tau. A row of the user's own is itself.
+    """The attack of this name; `foe:10` and `alie:3` give the factor tau. A user's own attack is returned as
+    it is.
 
     Example:
         >>> honest = torch.tensor([[1.0], [3.0]])
@@ -172,7 +174,7 @@ def attack(name: str | Attack) -> Attack:
 
 
 def plain_name(name: str) -> str:
-    """The one way to write an attack: foe for foe:2.0, foe:10 for foe:1e1; an error if there is none such."""
+    """The canonical name of an attack: foe for foe:2.0, foe:10 for foe:1e1; an error if it is unknown."""
     known, colon, factor = name.partition(":")
     if not colon and known in ATTACKS:
         return known

@@ -1,4 +1,4 @@
-"""A round sees a cohort, not the population: what that does to a variance, and how long the round was."""
+"""Corrections for client sampling: the variance of a cohort, and the number of steps of a round."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping
@@ -14,7 +14,7 @@ _STEPS = "a positive number, at most 2^53"
 
 
 def cohort_factor(counts: Tensor, population: float | Tensor) -> Tensor:
-    """By what the between-client part of a cohort's variance is multiplied to be the population's.
+    """The factor that turns the between-client variance of a cohort into that of the population.
 
     factor = (1 - q M/n) / (1 - q),  q = sum w_i^2,  w_i = K_i / sum K_j,  M clients of n.
 
@@ -22,10 +22,10 @@ def cohort_factor(counts: Tensor, population: float | Tensor) -> Tensor:
     counts say nothing about means. Then E[sum w_i (u_i - u)^2] = S^2 (1 - q), for any such weights: over the
     cohort q is what was seen, over the population sum w^2 is q M/n if counts vary there as they do here. 1/q
     is the effective number of clients; for equal counts q = 1/M, and the factor is M/(M - 1) (n - 1)/n. It is
-    1, to the bit, for M = n, and where one client alone was seen, which tells nothing of the others.
+    1, to the bit, for M = n, and if only one client was seen, which says nothing about the others.
 
     Args:
-        counts: (M,) or (M, c), K_i of the clients in the round; 0 is a client that is not there.
+        counts: (M,) or (M, c), K_i of the clients in the round; 0 means that the client has seen nothing.
         population: n, the number of clients that there are; one for all channels, or (c,).
 
     Returns:
@@ -44,15 +44,15 @@ def cohort_factor(counts: Tensor, population: float | Tensor) -> Tensor:
 
 
 def population_count(total: Tensor | float, cohort: Tensor | float, population: float) -> Tensor | float:
-    """N n/M: the values that all n clients would have reported, behind Bessel's N/(N - 1).
+    """N n/M: the number of values that all n clients would have reported, for Bessel's N/(N - 1).
 
     A client's mean is itself a measurement. Its noise, s^2/K_i, is part of the between-client term and is
-    scaled with it, to what a merge of all n clients would contain: that merge is what we estimate, so nothing
-    is counted twice there. Bessel's factor corrects for the same noise, though, once for the whole: with the
-    cohort's own N beside `cohort_factor` it would be corrected twice (K = 1, M = 2, n large: a variance twice
-    too large). With the population's N it is not. Where counts differ, the noise of small clients is scaled
-    by somewhat more than it should be; to take it out first (analysis of variance) needs values that are
-    independent of each other, which those of an image are not.
+    scaled with it, to what a merge of all n clients would contain. That merge is what we estimate, so this is
+    correct. Bessel's factor corrects for the same noise, though, once for the whole: with the cohort's own N
+    beside `cohort_factor` it would be corrected twice (K = 1, M = 2, n large: a variance twice too large).
+    With the population's N it is not. Where counts differ, the noise of small clients is scaled by somewhat
+    more than it should be; to take it out first (analysis of variance) needs values that are independent of
+    each other, which those of an image are not.
     """
     return total * (population / cohort)
 
@@ -89,10 +89,10 @@ def round_steps(
     seen: Mapping[Hashable, int],
     robust: bool,
 ) -> float:
-    """Local steps of a round: the number given, or the used clients' own in one number.
+    """The local steps of a round: the number given, or one number from the used clients' own.
 
-    That is sum K_i k_i / sum K_i, as everything else in an exact merge is weighted, or the median under a
-    robust rule, where a client may claim any number.
+    That is sum K_i k_i / sum K_i, weighted like everything else in an exact merge; or, under a robust rule,
+    the median, because a client may claim any number.
 
     Args:
         steps: a number, or client -> its steps.
@@ -121,7 +121,7 @@ def round_steps(
 
 
 def check_population(population: int | None, clients: int) -> None:
-    """An error if a population cannot be, or is smaller than the number of clients that sent something."""
+    """An error if the population is impossible, or smaller than the number of clients that sent something."""
     if population is None:
         return
     whole = isinstance(population, int) and not isinstance(population, bool)

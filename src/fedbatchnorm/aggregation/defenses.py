@@ -26,7 +26,7 @@ class Defense:
         self._steps()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """What the server makes of n clients' rows; an error for 2f clients or fewer."""
+        """Aggregate n clients' rows; an error for 2f clients or fewer."""
         for step in self._steps():
             rows = step(rows, self.f)
         return rows
@@ -36,7 +36,7 @@ class Defense:
         return replace(self, f=f)
 
     def needs_host(self) -> bool:
-        """Whether a step of the rule asks the host while it runs, which a CUDA graph cannot have."""
+        """Whether a step of the rule needs the host while it runs, which a CUDA graph does not allow."""
         return any(getattr(step, "needs_host", False) for step in self._steps())
 
     def _steps(self) -> list[Callable[[Tensor, int], Tensor]]:
@@ -67,7 +67,7 @@ class OwnDefense:
     f: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """What the server makes of n clients' rows; an error if it is not one row."""
+        """Aggregate n clients' rows; an error if the result is not one row."""
         row = self.rule(rows, self.f)
         if not isinstance(row, Tensor) or row.shape != rows.shape[1:]:
             found = tuple(row.shape) if isinstance(row, Tensor) else type(row).__name__
@@ -80,7 +80,7 @@ class OwnDefense:
         return replace(self, f=f)
 
     def needs_host(self) -> bool:
-        """Whether the rule says that it asks the host while it runs."""
+        """Whether the rule says that it needs the host while it runs."""
         return getattr(self.rule, "needs_host", False)
 
 

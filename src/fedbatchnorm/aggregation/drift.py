@@ -1,10 +1,10 @@
-"""How far shared statistics drift in a round, and how much of BatchNorm's gradient holds them.
+"""How far shared statistics drift in a round, and the share of BatchNorm's gradient that follows from it.
 
-A client that normalizes with constants is free to push a channel's mean and scale; the next merge undoes it,
-and so the push comes again. A share of BatchNorm's gradient holds them (`norm.gradient`), but where a client
-has one class its mean is also the signal to learn from, so the share must not be larger than it has to be.
-How large that is shows in the merge: the mean of all clients' values moves little in a round while training
-is sound, and by half a standard deviation and more before it runs away.
+If clients normalize with constants, gradients push a channel's mean and scale in every round, because each
+merge undoes the effect. A share of BatchNorm's gradient prevents this (`norm.gradient`). But if a client has
+one class, its mean is also the signal to learn from, so the share should not be larger than necessary. The
+merge shows how large it has to be: the mean of all clients' values moves little in a round while training is
+stable, and by half a standard deviation or more before it diverges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,9 +44,9 @@ def drift(before: Sequence[Running], after: Sequence[Tensor], beta: float) -> Te
 def next_share(share: Tensor, drift: Tensor, steps: float) -> Tensor:
     """The share of BatchNorm's gradient for the next round.
 
-    What is let through, 1 - share, changes by sound / drift: by a half at once, and by 2% a round the other
-    way. With one step a round all of it may come through in the end, which is the paper's FBN; with two or
-    more the share stays at 0.7 at least, since clients drift apart even where their mean does not.
+    1 - share is multiplied by sound / drift: it falls to a half at most in one round, and grows by 2% a round
+    at most. With one step a round the share may fall to 0, the paper's FBN. With two or more it stays at 0.7
+    or above, since clients drift apart even if their mean does not.
 
     Args:
         share: of this round.
@@ -72,12 +72,13 @@ def next_gradient(
     steps: float = 1,
     momentum: float | None = None,
 ) -> float:
-    """The share of BatchNorm's gradient that clients should take in the next round, from what `merge` did.
+    """The share of BatchNorm's gradient that clients should use in the next round, from the result of
+    `merge`.
 
     Args:
-        gradient: the share in this round; begin with 0.8.
+        gradient: the share in this round; start with 0.8.
         before: the statistics that the round's clients were sent.
-        after: what `merge` made of them.
+        after: the statistics that `merge` returned.
         steps: local steps of the round.
         momentum: if `merge` was given one.
 

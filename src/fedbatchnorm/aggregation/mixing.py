@@ -1,4 +1,4 @@
-"""What a server may do with n clients' vectors before it aggregates them: (n, d) -> (m, d).
+"""Mixing steps, which a server may apply to n clients' vectors before it aggregates them: (n, d) -> (m, d).
 
 One table, `MIXING`; every function takes (rows, f), keeps type and device, and leaves the rows as they are.
 """
@@ -26,8 +26,8 @@ def nearest_neighbors(rows: Tensor, f: int) -> Tensor:
     """Each row becomes the mean of the n - f rows nearest to it, itself included (Allouah et al., 2023).
 
     A matrix of weights (n, n) times the rows, block by block: beyond its result it needs no more memory than
-    that matrix and a block. A row that is not finite is no neighbor of any other, and becomes
-    the mean of the others; more than f of them are an error.
+    that matrix and a block. A row that is not finite is not a neighbor of any other, and becomes the mean of
+    the others. More than f such rows are an error.
 
     Example:
         >>> nearest_neighbors(torch.tensor([[0.0], [2.0], [100.0]]), f=1)
@@ -56,7 +56,7 @@ def bucketing(rows: Tensor, f: int = 0, *, size: int = 2, generator: torch.Gener
 
 
 def clipping(rows: Tensor, f: int = 0, *, radius: float = 2.0) -> Tensor:
-    """Rows longer than `radius` are brought to that length; those whose length is not finite become 0."""
+    """Rows longer than `radius` are scaled to that length; those whose length is not finite become 0."""
     check(rows, f)
     check_radius(radius)
     rows = only(rows, finite(rows))
@@ -75,7 +75,7 @@ def adaptive_clipping(rows: Tensor, f: int) -> Tensor:
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    """(n,), in float64 where the device has it: squares of large float32 values are no problem there."""
+    """(n,), in float64 if the device has it, so that squares of large float32 values do not overflow."""
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulator_dtype(rows))
 
 

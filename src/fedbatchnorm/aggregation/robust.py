@@ -1,4 +1,4 @@
-"""The server's step where clients may be Byzantine: all that they send goes through a robust rule."""
+"""The server's step if clients may be Byzantine: everything that they send goes through a robust rule."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ def robust_update(
     aggregator: Aggregator,
     factor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Aggregate clients' running rows so that no few of them decide the result.
+    """Aggregate clients' running rows so that a minority of Byzantine clients cannot control the result.
 
     m' = A(m_i);  v' = A(v_i) + factor N / ((N - 1) beta) A((m_i - m')^2). All three go through A: with a
     plain mean on the third, one Byzantine client would control the variance. With A the mean and equal
@@ -34,7 +34,7 @@ def robust_update(
         beta: (d,), the round's momentum.
         total: (d,), N, the number of values that all clients saw; at least 2.
         aggregator: (n, d) -> (d,).
-        factor: a number or (d,), `cohort_factor` where the clients are some of a larger population.
+        factor: a number or (d,), `cohort_factor` if the clients are a sample of a larger population.
 
     Returns:
         (m', v'), each (d,).
@@ -95,7 +95,7 @@ def rows_of(step: Step, means: Tensor, variances: Tensor) -> Rows:
 
 
 def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: float = 1) -> list[Running]:
-    """The next statistics of each layer, from those of all layers side by side."""
+    """Split the next statistics of all layers, side by side, by layer."""
     sizes = [len(r.mean) for r in running]
     parts = zip(running, mean.split(sizes), var.split(sizes), strict=True)
     return [r._replace(mean=m, var=v, tracked=r.tracked + tracked_steps(steps)) for r, m, v in parts]
@@ -104,7 +104,7 @@ def split_layers(running: Sequence[Running], mean: Tensor, var: Tensor, steps: f
 def robust_step(
     step: Step, means: Tensor, variances: Tensor, aggregator: Aggregator, population: float
 ) -> tuple[Tensor, Tensor]:
-    """The robust step for layers that the same clients have seen: (m', v'), each (d,).
+    """The robust step for layers that were seen by the same clients: (m', v'), each (d,).
 
     Args:
         step: the layers side by side.

@@ -28,7 +28,7 @@ _LEAST_MOMENTUM = 1e-150  # the robust rule squares what is multiplied by it
 
 
 class Notice(NamedTuple):
-    """Something about one layer that the server's operator should know; never an error."""
+    """Something about a layer that the operator of the server should know; not an error."""
 
     layer: str
     reason: Literal[
@@ -38,10 +38,18 @@ class Notice(NamedTuple):
 
 
 class MergeResult(NamedTuple):
-    """The outcome of a round: the next statistics, a verdict for each client, notices, the steps it was taken
-    to have, and the part of each merged layer's variance that lies between clients, from 0 (their means are
-    the same) to 1. That is left out where it cannot be known (one client of a larger population) and under a
-    robust rule, which a Byzantine client could tell anything about it."""
+    """The outcome of a round.
+
+    Attributes:
+        statistics: {layer name: Running}, the next shared statistics.
+        verdicts: client -> Verdict.
+        updated: whether the statistics changed.
+        notices: what the operator should know about single layers.
+        steps: the number of local steps that the round counts as.
+        between: {layer name: the part of its variance that lies between clients}, from 0 (their means are the
+            same) to 1. A layer is left out if that cannot be known (one client of a larger population). Under
+            a robust rule all are, since a Byzantine client could make the number anything.
+    """
 
     statistics: dict[str, Running]
     verdicts: dict[Hashable, Verdict]
@@ -72,23 +80,23 @@ def merge(
 
     Args:
         shared: {layer name: Running}, the statistics that the clients trained with; not changed.
-        updates: a list, or client id -> update. Anything may be in it: bad updates get a verdict.
-        momentum: overrides every layer's own; 1 takes the round's statistics as they are.
-        steps: local steps that the clients took in the round, k; the round then weighs 1 - (1 - momentum)^k.
-            Given as client -> steps, k is the count-weighted mean of those used, or their median under an
-            aggregator.
+        updates: a list, or client id -> update. Updates may contain anything: unusable ones get a verdict.
+        momentum: overrides every layer's own; 1 replaces the statistics by those of the round.
+        steps: local steps that the clients took in the round, k. The round then has the weight 1 - (1 -
+            momentum)^k. Given as client -> steps, k is the count-weighted mean of those used, or their median
+            under an aggregator.
         population: how many clients there are, n, where those of a round are drawn from more. The variance
             between M of n clients is too small by (M - 1)/M n/(n - 1) in expectation, and is corrected
             for that, also for unequal counts: see `cohort_factor`. None, or n = M, is no correction.
-        aggregator: None, or (n, d) -> (d,) for rows of equal weight. A `defense` against f Byzantine clients
-            counts those left out by a verdict among them (not those that have merely seen nothing). It needs
-            more than twice as many clients as it still expects to be Byzantine; with fewer the statistics
-            stay as they were.
+        aggregator: None, or (n, d) -> (d,) for rows of equal weight. For a `defense` against f Byzantine
+            clients, those left out by a verdict count among the f (but not those that have merely seen
+            nothing). It needs more than twice as many clients as the number that it still expects to be
+            Byzantine; with fewer the statistics stay as they were.
         quorum: with fewer usable clients the statistics stay as they were.
         max_count: the most values per channel an honest client can see, a number or by layer.
         nonnegative: layers whose input is never below 0, such as those after a ReLU: a client that
             reports a negative mean there is left out.
-        checks: which verdicts are reached; all that there are, unless some are to be off.
+        checks: which checks are made; all by default.
 
     Returns:
         MergeResult(statistics, verdicts by client, updated, notices, steps, between).
@@ -169,9 +177,10 @@ def _momenta(
 
 
 def _for_the_rest(aggregator: Aggregator | None, caught: int) -> tuple[Aggregator | None, int]:
-    """The rule for clients that got past the verdicts, and how many of them it needs.
+    """The rule for clients that passed the checks, and how many of them it needs.
 
-    A client that was caught is one of the f that a `defense` expects: it then expects that many fewer.
+    A client left out by a verdict is one of the f that a `defense` expects, so it then expects that many
+    fewer.
     """
     if not isinstance(aggregator, Defense | OwnDefense):
         return aggregator, 1

@@ -1,4 +1,6 @@
-"""A round's numbers, all layers side by side: a merge is a few operations, however many layers there are."""
+"""A round's numbers, all layers side by side, so that a merge takes a few operations for any number of
+layers.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +45,7 @@ class Table(NamedTuple):
 
 
 class Union(NamedTuple):
-    """All clients' values together: N by layer, u and s^2 (d,), and what part of s^2 is between clients."""
+    """All clients' values together: N by layer, u and s^2 (d,), and the part of s^2 between clients."""
 
     total: list[float]
     mean: Tensor
@@ -54,7 +56,7 @@ class Union(NamedTuple):
 def union(table: Table) -> Union:
     """N = sum K_i;  u = sum K_i u_i / N;  s^2 = sum K_i (s_i^2 + (u_i - u)^2) / N, for every layer (RV).
 
-    The order of clients does not matter to the last bit; a client with K_i = 0 is as if it were not there.
+    The order of clients does not matter to the last bit, and a client with K_i = 0 has no effect.
     """
     total = [math.fsum(column) for column in table.counts.T.tolist()]
     shares = table.counts / torch.tensor(total, dtype=torch.float64).clamp(min=1)

@@ -1,8 +1,7 @@
-"""What a server can tell of a client's update for free: checks that no honest client fails.
+"""Checks of a client's update that cost little and that no honest client fails.
 
-Whatever a client sent is read once, here: it becomes a row of numbers, or a verdict. Nothing behind this
-touches what was sent. Ordinary updates are read and checked all layers at once; what does not pass is looked
-at layer by layer, to say what is wrong with it.
+What a client sent is read only here: it becomes a row of numbers, or a verdict. Ordinary updates are read and
+checked for all layers at once. Those that do not pass are checked layer by layer, to say what is wrong.
 """
 
 import math
@@ -69,7 +68,7 @@ def judge(
 
     Args:
         shared: the round's statistics.
-        updates: client -> what it sent, whatever that is.
+        updates: client -> what it sent, which may be anything.
         max_count: the largest count an honest client can reach, for all layers or by layer.
         nonnegative: layers whose input is never below 0, such as one after a ReLU: nor is its mean.
         checks: which of `CHECKS` are made.
@@ -87,7 +86,7 @@ def read_all(
     nonnegative: Collection[str] = (),
     checks: Collection[str] = CHECKS,
 ) -> Judged:
-    """`judge`, with the numbers of those who are used; what can be wrong with an update ends here."""
+    """`judge`, with the numbers of the clients that are used."""
     rules = _Rules.of(shared, max_count, nonnegative, checks)
     rows = torch.empty(len(updates), len(rules.sizes) + 2 * rules.channels, dtype=torch.float64)
     found = [_read(update, rules, row) for update, row in zip(updates.values(), rows, strict=True)]
@@ -99,7 +98,7 @@ def read_all(
 
 
 class _Rules(NamedTuple):
-    """What updates are held against, for all layers."""
+    """What updates are compared with, for all layers."""
 
     shared: Mapping[str, Running]
     checks: Collection[str]
@@ -178,7 +177,7 @@ def _is_read(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
 
 
 def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) -> bool:
-    """Read an update in which everything is as it should be, all layers at once; False if in doubt."""
+    """Read an ordinary update, all layers at once; False if in doubt."""
     layers = [update[name] for name in rules.shared]
     if set(map(type, layers)) != {Moments}:
         return False
@@ -211,7 +210,7 @@ def _read_ordinary(update: Mapping[str, Moments], rules: _Rules, row: Tensor) ->
 
 
 def _read_any(layers: Mapping[str, Any], rules: _Rules, row: Tensor) -> Verdict:
-    """Read what is not ordinary, a layer at a time: the verdict, with the first layer that is wrong."""
+    """Read any other update, layer by layer: the verdict, with the first layer that is wrong."""
     counts, means, variances = [], [], []
     for (name, running), limit in zip(rules.shared.items(), rules.limits, strict=True):
         try:
@@ -232,7 +231,7 @@ def _read_any(layers: Mapping[str, Any], rules: _Rules, row: Tensor) -> Verdict:
 
 
 def _clear_unseen(row: Tensor, rules: _Rules) -> None:
-    """A layer of which the client has seen nothing says nothing, whatever is written there."""
+    """If the client has seen nothing in a layer, ignore the values that it sent for it."""
     counts = row[: len(rules.sizes)]
     if not bool(counts.all()):
         unseen = spread(counts == 0, rules.sizes, rules.channels)
@@ -286,12 +285,12 @@ def _judge_count(count: object, limit: float) -> tuple[Reason | None, str]:
 
 
 def _countable(count: Any) -> bool:
-    """Whether moments can be merged with this count at all: a number of values, of any size that adds up."""
+    """Whether moments can be merged with this count: a number of values, small enough to be added up."""
     return 0 <= count <= _LARGEST_COUNT
 
 
 def _bounds(running: Running) -> tuple[float, float]:
-    """The largest mean and variance: what is finite here must stay so, squared, summed and cast back."""
+    """The largest mean and variance that stay finite when squared, summed and cast back."""
     top = torch.finfo(running.mean.dtype).max / 8
     return math.sqrt(top), top
 
@@ -299,7 +298,7 @@ def _bounds(running: Running) -> tuple[float, float]:
 def _duplicates(
     verdicts: Mapping[Hashable, Verdict], ids: list[int | None], rows: Tensor
 ) -> dict[Hashable, Verdict]:
-    """Verdicts on messages whose id another one has too."""
+    """Verdicts on messages that share their id with another one."""
     by_id: dict[int, list[tuple[Hashable, Tensor]]] = {}
     for (client, verdict), identity, row in zip(verdicts.items(), ids, rows, strict=True):
         if verdict.used and identity is not None:

@@ -1,1 +1,1 @@
-"""Arrays and indices: datasets, and how they are split among clients. Needs torch and numpy alone."""
+"""Datasets, and how they are split among clients. Needs torch and numpy only."""

@@ -1,4 +1,4 @@
-"""Random crops and flips of images, where the images are: one gather, whatever the device."""
+"""Random crops and flips of images on their device, by one gather."""
 
 import torch
 from torch import Tensor

@@ -35,7 +35,7 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...]
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What a model is fed for stored samples `x`: (x - mean) / std, by channel."""
+        """The model's input for stored samples `x`: (x - mean) / std, by channel."""
         return (x - self.mean) / self.std
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> "Dataset":
@@ -51,7 +51,7 @@ class Dataset(NamedTuple):
 def load(name: "str | Dataset", data_dir: Path | None = None, progress: bool = False) -> Dataset:
     """The dataset of this name; `data_dir` is where its files are, or go (ring and digits have none).
 
-    One of the user's own, made by `of_tensors`, is itself.
+    A user's own dataset, made by `of_tensors`, is returned as it is.
     """
     if isinstance(name, Dataset):
         return name
@@ -71,7 +71,7 @@ def of_tensors(
     Args:
         name: named in errors.
         train: samples (N, ...), numbers or bytes, and labels (N,) from 0 on.
-        test: the same for testing; of each class every fifth training sample if not given.
+        test: the same for testing; by default every fifth training sample of each class.
         classes: their names; 0, 1, ... if not given.
 
     Example:
@@ -121,7 +121,7 @@ def _split_of(name: str, which: str, pair: tuple[Any, Any]) -> Split:
 
 
 def _every_fifth(y: Tensor) -> Tensor:
-    """Of each class every fifth sample: for testing, (N,)."""
+    """Every fifth sample of each class, for testing, (N,)."""
     held_out = torch.zeros(len(y), dtype=torch.bool)
     for label in y.unique():
         held_out[(y == label).nonzero().flatten()[::5]] = True
@@ -174,7 +174,7 @@ def _ring(data_dir: Path | None, progress: bool) -> Dataset:
 
 
 def _digits(data_dir: Path | None, progress: bool) -> Dataset:
-    """scikit-learn's 1,797 images of handwritten digits, 8 x 8; of each class every fifth is for testing."""
+    """scikit-learn's 1,797 images of handwritten digits, 8 x 8; every fifth of each class is for testing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

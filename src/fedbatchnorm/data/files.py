@@ -1,4 +1,4 @@
-"""What the datasets with files share: where files are looked for, downloading them, checking them.
+"""Common code for datasets with files: where to find them, downloading and checking.
 
 Looked for in `data_dir`, else in $FEDBATCHNORM_DATA, else in the user's cache folder.
 """
@@ -37,7 +37,7 @@ def downloads(
 ) -> Iterator[Callable[[str, str, str], Path]]:
     """A function (url, md5, name) -> path that downloads to a folder below `root`, deleted at the end.
 
-    What fails here, downloading or what is done with the files, raises a DataError with the text
+    Any failure, of the download or of what is done with the files, raises a DataError with the text
     `by_hand(why)`.
     """
     try:
@@ -68,10 +68,10 @@ def check(content: bytes, expected: str, what: str) -> None:
 
 
 def md5_of(content: bytes) -> str:
-    """The MD5 sum, which tells damage and mix-ups."""
+    """The MD5 sum, which detects damage and mix-ups."""
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, short and on one line."""
+    """The message of an error, short and on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Which client holds which samples: iid, gamma similarity, Dirichlet.
+"""Partitions, which say which client holds which samples: iid, gamma similarity, Dirichlet.
 
 One table, `PARTITIONS`; a new partition is one function (labels, clients, its parameter, rng) and one row.
 """
@@ -21,7 +21,7 @@ def split(
         name: a name in `PARTITIONS`, or a function of the user's own, (labels, clients, rng) -> indices.
         labels: (N,).
         clients: how many.
-        parameter: gamma or alpha; None where the partition has none.
+        parameter: gamma or alpha; None if the partition has none.
         rng: all that is drawn comes from it.
     """
     if callable(name):
@@ -78,8 +78,8 @@ def gamma_similarity(
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
     """Each class split among the clients in proportions drawn from Dirichlet(alpha, ..., alpha).
 
-    The smaller alpha, the fewer clients share a class. A draw that leaves a client with nothing is
-    drawn again, a thousand times at most.
+    The smaller alpha, the fewer clients share a class. If a client gets nothing, the draw is repeated, at
+    most a thousand times.
     """
     if not 0 < alpha < np.inf:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""What researchers use: describe runs, sweep over them, read results as tables, bring schemes of their own.
+"""The API for researchers: describe runs, sweep over them, read results as tables, add schemes of your own.
 
-Each name below is loaded when it is used, so that a part of this room needs no more than that part does.
+Each name below is loaded when it is first used, so that only its own dependencies are needed.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Many finished runs in one text file, to keep and to commit: a line for each, without weights.
+"""Many finished runs in one text file that can be committed: a line for each, without weights.
 
 A line holds the configuration, the summary, where it ran, the curves, and a digest of all that (lines from
 before there was one have none). Files end in `.runs.jsonl`.
@@ -25,9 +25,10 @@ _DIGITS = 6
 
 
 def write_archive(file: Path, results: Iterable[Result]) -> tuple[int, int]:
-    """Add training runs to a file, in an order of their own; returns how many it holds, and how many are new.
+    """Add training runs to a file, sorted; returns how many it holds, and how many are new.
 
-    A run that the file holds already stays as it is. Other processes that add to it wait for their turn.
+    A run that is already in the file stays as it is. Several processes may add to the same file; they wait
+    for each other.
     """
     if not file.name.endswith(SUFFIX):
         raise ValueError(f"{file}: a file of runs must end in {SUFFIX}")
@@ -45,7 +46,7 @@ def write_archive(file: Path, results: Iterable[Result]) -> tuple[int, int]:
 
 
 def read_archive(file: Path) -> list[Result]:
-    """The runs in a file; an error that names the line if one is not what it should be."""
+    """The runs in a file; an error names the line if one is invalid."""
     return [_parse(file, number, text) for number, text in enumerate(_texts(file), 1)]
 
 
@@ -67,7 +68,7 @@ def gather(*places: Path) -> Gathered:
 
 
 def nothing_in(place: Path, left_out: list[LeftOut]) -> str:
-    """What to say where there is no finished run."""
+    """The message if there is no finished run."""
     start = f": start one with `fedbatchnorm run --out {place}`" if place.is_dir() else ""
     return f"{place} holds no finished run{start}" + "".join(f"\n  {o.place}: {o.why}" for o in left_out[:5])
 
@@ -92,7 +93,7 @@ def _texts(file: Path) -> list[bytes]:
 
 
 def _line(result: Result) -> dict[str, Any]:
-    """What is kept of a run."""
+    """What is stored of a run."""
     curves = {name: [_short(row.get(name)) for row in result.metrics] for name in _CURVES}
     line = {
         "config": to_json(result.config, result.source),

@@ -1,7 +1,7 @@
-"""Runs shown elsewhere while they train: TensorBoard, Weights & Biases, MLflow. None of them is required.
+"""Dashboards that show runs while they train: TensorBoard, Weights & Biases, MLflow. None is required.
 
-Each is a `Watcher`; give some as `sweep(callbacks=[...])`. A run that is continued is shown in its old place.
-Runs that were finished before are not sent again.
+Each is a `Watcher`: pass them as `sweep(callbacks=[...])`. A run that is resumed continues its old entry.
+Runs that were already finished are not sent.
 """
 
 import importlib
@@ -51,11 +51,11 @@ class TensorBoard(Watcher):
 
 
 class WandB(Watcher):
-    """Each run as a run of Weights & Biases, with the same name as its folder for an id.
+    """Each run as a run of Weights & Biases; its id is the name of the run's folder.
 
     Args:
         project: of Weights & Biases.
-        init: more for `wandb.init`, such as {"mode": "offline", "entity": "us"}.
+        init: more arguments for `wandb.init`, such as {"mode": "offline", "entity": "us"}.
 
     Example:
         sweep(scheme=["fbn", "naive"], out="runs", callbacks=[WandB("my-project")])
@@ -132,6 +132,6 @@ def _needed(module: str, who: str, package: str) -> ModuleType:
 
 
 def _numbers(metrics: dict[str, Any] | None) -> dict[str, float]:
-    """What is a number, and finite, but for the round."""
+    """The finite numbers, without the round."""
     found = {name: value for name, value in (metrics or {}).items() if name != "round"}
     return {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -1,6 +1,6 @@
 """The paper's figures as lists of runs. A new figure is one function and one row of `FIGURES`.
 
-They are of `PAPER_SCHEMES` alone: a new row in the table of schemes changes nothing that was measured.
+They only have `PAPER_SCHEMES`, so that a new row in the table of schemes does not change them.
 """
 
 from collections.abc import Callable, Iterable
@@ -111,7 +111,7 @@ def _attack_figures() -> dict[str, Figure]:
 
 
 def demo(seeds: int) -> list[Run | Ring]:
-    """All that the demo shows: figures 1 and 2, and figure 3 on digits at three levels."""
+    """The runs of the demo: figures 1 and 2, and figure 3 on digits at three levels."""
     return unique([*fig1("small", seeds), *fig2("small", seeds), *fig3("small", seeds, (0.0, 0.1, 1.0))])
 
 

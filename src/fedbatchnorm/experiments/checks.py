@@ -1,4 +1,4 @@
-"""What the content of run files must be: types, ranges, and that the parts agree."""
+"""Checks of the content of run files: types, ranges, and that the parts agree."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def check_rows(rows: list[Any], config: Run | Ring, where: object, complete: boo
 
     Args:
         rows: as read.
-        config: whose they are.
+        config: the configuration of the run.
         where: named in errors.
         complete: whether the run is finished.
     """

@@ -1,8 +1,8 @@
 """What determines a run, as frozen dataclasses; a run's folder is named after the hash of it.
 
-`simulation` must do with torch and numpy alone, so its `Recipe` is an ordinary dataclass with its bounds in
-the annotations, checked there by a plain function. Here pydantic reads the same annotations: every rule is
-written once.
+`simulation` may only need torch and numpy, so its `Recipe` is an ordinary dataclass with its bounds in the
+annotations, which a plain function checks. Here pydantic reads the same annotations, so each rule is written
+once.
 """
 
 import functools
@@ -53,7 +53,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _in_plain_words(kind: _Class) -> _Class:
-    """Have a pydantic dataclass refuse with one line that names the field, as everything here does."""
+    """Make the errors of a pydantic dataclass one line that names the field."""
     make = kind.__init__
 
     @functools.wraps(make)
@@ -83,8 +83,8 @@ class Run(Recipe):
     """A federation's training from the first round to the last.
 
     Scheme, dataset, partition, model, attack and defense are names, or objects of your own: `scheme(...)`,
-    `dataset(...)`, `partition(...)`, `model(...)`, `attack(...)`, `rule(...)`. A function with a name will
-    do, too, but for schemes and datasets.
+    `dataset(...)`, `partition(...)`, `model(...)`, `attack(...)`, `rule(...)`. Except for schemes and
+    datasets, a function with a name works, too.
 
     Example:
         >>> run = Run(dataset="digits", scheme="fbn", gamma=0)
@@ -99,30 +99,31 @@ class Run(Recipe):
     defense: str = "none"
     """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
     dataset: str = "digits"
-    """What is learned: see `fedbatchnorm list`."""
+    """The dataset: see `fedbatchnorm list`."""
     model: str | None = None
     """The network: see `fedbatchnorm list`; a function of your own as package.module:function; the dataset's
     usual one if not given."""
     partition: str = "gamma"
     """How the data is split among the clients: see `fedbatchnorm list`."""
     gamma: _Gamma = 0.0
-    """For the gamma partition: the share of data that is alike, from 0 (each client its own classes)
-    to 1 (iid)."""
+    """For the gamma partition: the share of the data that is dealt out at random, from 0 (each client has its
+    own classes) to 1 (iid).
+    """
     alpha: Annotated[float, _POSITIVE] = 0.1
     """For the dirichlet partition: the smaller, the more heterogeneous."""
     batch: _Count = None  # pyrefly: ignore
-    """Samples of a client in a step; the dataset's usual number if not given."""
+    """Samples that a client uses in a step; the dataset's usual number if not given."""
     rounds: _Count = None  # pyrefly: ignore
     """How many rounds; the dataset's usual number if not given, a tenth of it under fedavg."""
     evaluate_every: _Count = None  # pyrefly: ignore
     """Rounds between evaluations; a thirtieth of all if not given."""
     own: tuple[Part, ...] = ()
-    """What of it is not the package's: filled in from the fields above."""
+    """The user's own parts, filled in from the fields above."""
 
     @model_validator(mode="before")
     @classmethod
     def _settle(cls, data: ArgsKwargs) -> dict[str, Any]:
-        """Objects become parts with names, and what was not given becomes what is usual."""
+        """Turn objects into named parts, and fill in usual values."""
         given = dict(data.kwargs or {})
         kept = {part.kind: part for part in given.get("own") or ()}
         for kind in PARTS:
@@ -145,11 +146,11 @@ class Run(Recipe):
             check_together(self)
 
     def part(self, kind: Kind) -> Part | None:
-        """What is used as the scheme, dataset, ... if it is not the package's."""
+        """The user's own scheme, dataset, ..., or None if it is the package's."""
         return next((part for part in self.own if part.kind == kind), None)
 
     def used(self, kind: Kind) -> Any:
-        """What is used as the scheme, dataset, ...: a name, or the object of the user's own."""
+        """The scheme, dataset, ... to use: a name, or the user's own object."""
         part = self.part(kind)
         if part is None:
             return getattr(self, kind)
@@ -160,7 +161,7 @@ class Run(Recipe):
         return functools.partial(part.value, **dict(part.parameters)) if part.parameters else part.value
 
     def title(self, kind: Kind = "scheme") -> str:
-        """What the scheme, dataset, ... is called in figures: as recorded, as in the table, or its name."""
+        """The title of the scheme, dataset, ... in figures: as recorded, as in the table, or its name."""
         part, name = self.part(kind), getattr(self, kind)
         if part is not None:
             return part.title or name
@@ -177,14 +178,14 @@ class Run(Recipe):
         return (name, getattr(self, name)) if name in ("gamma", "alpha") else (None, None)
 
     def targets_struck(self) -> tuple[str, ...]:
-        """What Byzantine clients attack: some of means, variances, gradients."""
+        """What Byzantine clients attack: a subset of means, variances, gradients."""
         part = self.part("attack")
         if self.byzantine and self.targets == "usual" and part is not None:
             return part.uses or ()
         return super().targets_struck()
 
     def unused(self) -> set[str]:
-        """The fields that make no difference here: this scheme, partition, schedule, ... take no notice.
+        """The fields that have no effect with this scheme, partition, schedule, ...
 
         Example:
             >>> sorted(Run(scheme="groupnorm").unused() & {"alpha", "gradient", "groups"})
@@ -204,8 +205,7 @@ class Run(Recipe):
         return found | ({*ADVERSARY} if self.is_plain() else set())
 
     def identity(self) -> dict[str, object]:
-        """The fields that determine the result: what makes no difference, or is as it always was, is left
-        out."""
+        """The fields that determine the result, without those that have no effect or are as usual."""
         unused, split = self.unused(), self.part("partition")
         left_out = unused | {"own"} | {name for name in LATER if getattr(self, name) == usual(self, name)}
         left_out -= {"switch"} | (
@@ -220,7 +220,7 @@ class Run(Recipe):
 
 
 def _usual_settings(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, and what is usual for the rest."""
+    """The given settings, with usual values for the rest."""
     dataset, algorithm = given.get("dataset", "digits"), given.get("algorithm", "dsgd")
     table = USUAL.get(dataset, _FALLBACK) if isinstance(dataset, str) else _FALLBACK
     for name, value in table.items():
@@ -239,7 +239,7 @@ def _usual_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(run: Run, kind: Kind) -> None:
-    """What is named can be written, and is in a table, or a part says what it is."""
+    """Check that a name is valid and in a table, or that a part has it."""
     name = getattr(run, kind)
     if isinstance(name, str) and any("\ud800" <= character <= "\udfff" for character in name):
         raise ValueError(f"{kind} is {name!r}; it must be a text that can be written")
@@ -262,7 +262,7 @@ KINDS: dict[str, type[Run] | type[Ring]] = {"training": Run, "ring": Ring}
 
 
 def kind_of(config: Run | Ring) -> str:
-    """The name of a configuration's kind."""
+    """The kind of a configuration, by name."""
     return next(name for name, kind in KINDS.items() if type(config) is kind)
 
 
@@ -300,8 +300,7 @@ def _own_model(config: Run | Ring) -> bool:
 
 
 def to_json(config: Run | Ring, source: str | None = None) -> dict[str, Any]:
-    """All fields and the kind, as they go into `config.json`; the source of a model, where there is one, and
-    what else is the user's own."""
+    """All fields and the kind, for `config.json`, with the source of a user's own model and other parts."""
     found = {"kind": kind_of(config)}
     found |= {f.name: getattr(config, f.name) for f in fields(config) if f.name != "own"}
     own = {part.kind: part.record() for part in _own(config)}
@@ -316,7 +315,7 @@ def from_json(content: Any) -> Run | Ring:
 def read_config(content: Any) -> tuple[Run | Ring, str | None]:
     """The configuration in a `config.json`, and the hash of its model's source. Nothing is imported.
 
-    A scheme, dataset, ... that this process does not know is known by its name alone.
+    A scheme, dataset, ... that this process does not know has a name only.
     """
     kind = content.get("kind") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
@@ -358,7 +357,7 @@ def _recorded(given: dict[str, Any], records: Any) -> Iterator[Part]:
 
 
 def local_work(run: Run) -> str:
-    """Who does how much in a round of fedavg, in words.
+    """The clients and local work in a round of fedavg, as text.
 
     Example:
         >>> local_work(Run(algorithm="fedavg", clients=100, cohort=10, local_steps=5))

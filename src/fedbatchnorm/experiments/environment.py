@@ -1,4 +1,4 @@
-"""Where a run ran: versions, device, commit."""
+"""The environment of a run: versions, device, commit."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from .. import __version__
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device of this name; `auto` takes a GPU where there is one."""
+    """The device of this name; `auto` is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -30,7 +30,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """What the device is, in words."""
+    """A description of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu = Path("/proc/cpuinfo")
@@ -40,7 +40,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Versions, device, threads and commit, as they go beside a run."""
+    """Versions, device, threads and commit, as stored with a run."""
     return {
         "fedbatchnorm": __version__,
         "commit": commit(),
@@ -57,9 +57,9 @@ def environment(device: torch.device) -> dict[str, object]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of this code, marked if it was changed since; None where it is not in a repository.
+    """The commit of this code, marked if there are uncommitted changes; None outside a repository.
 
-    $FEDBATCHNORM_COMMIT says it for a copy of the code that has left its repository.
+    For a copy of the code without its repository, $FEDBATCHNORM_COMMIT says it.
     """
     if os.environ.get("FEDBATCHNORM_COMMIT"):
         return os.environ["FEDBATCHNORM_COMMIT"]

@@ -1,7 +1,7 @@
-"""A run's folder: configuration, metrics as they come, checkpoints, and the result.
+"""A run's folder: configuration, metrics, checkpoints, and the result.
 
-A checkpoint says which run it is of, and how long the metrics were when it was taken, with a digest of them;
-continuing from it cuts them back. A result is sealed by digests: see `results`.
+A checkpoint has the name of its run, and the length of the metrics at that time with their digest; when a run
+continues from it, the metrics are cut back. A result is protected by digests: see `results`.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ class RunFolder:
         self._trusting = True  # a checkpoint that does not say which run it is of
 
     def finished(self) -> bool:
-        """Whether the run is complete, and its result whole."""
+        """Whether the run is complete and its result undamaged."""
         return os.path.lexists(self.path / "summary.json") and self.damage() is None
 
     def damage(self) -> str | None:
-        """What is wrong with the result, if there is one."""
+        """What is wrong with the result, or None."""
         if os.path.lexists(self.path / "summary.json"):
             try:
                 read_result(self.path)
@@ -64,7 +64,7 @@ class RunFolder:
         return None
 
     def busy(self) -> bool:
-        """Whether another process is working on it right now."""
+        """Whether another process is working on it."""
         return files.is_locked(self.path / "lock")
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ class RunFolder:
                 self._lock = None
 
     def set_aside(self) -> None:
-        """Keep what there is of a damaged result under other names, so that the run can be run again."""
+        """Rename the files of a damaged result, so that the run can be repeated."""
         self._check_lock()
         for name in _RESULT:
             if os.path.lexists(self.path / name):
@@ -94,7 +94,7 @@ class RunFolder:
         write_bytes(self.path / name, text.encode(), before=self._check_lock)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line to the metrics. What is not finite becomes null, which JSON can say."""
+        """Add a line to the metrics. Values that are not finite become null, because JSON has no others."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._check_lock()
         files.append(self.metrics_file, json.dumps(clean) + "\n")
@@ -106,7 +106,7 @@ class RunFolder:
         return rows
 
     def save_checkpoint(self, tensors: dict[str, Tensor], step: int, seconds: float) -> None:
-        """Keep all that the rest of the run depends on; the checkpoint before stays as the second."""
+        """Save everything that the rest of the run depends on; the previous checkpoint is kept, too."""
         metrics = files.read_bytes(self.metrics_file) if self.metrics_file.exists() else b""
         files.sync(self.metrics_file)
         facts = {"run": self.path.name, "step": str(step), "seconds": repr(seconds)}
@@ -120,8 +120,7 @@ class RunFolder:
         write_bytes(newest, content, before=self._check_lock)
 
     def restore(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole and of this run, with the metrics cut back to it; None to start
-        anew."""
+        """The newest valid checkpoint of this run, with the metrics cut back to it; None to start over."""
         metrics = files.read_bytes(self.metrics_file) if os.path.lexists(self.metrics_file) else b""
         for path in self.checkpoints:
             checkpoint = self._read_checkpoint(path, metrics)
@@ -140,7 +139,7 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     def _own_config(self) -> None:
-        """The folder says whose it is; what says otherwise is put aside."""
+        """Make sure that config.json is this run's; rename it if it is another's."""
         file = self.path / "config.json"
         self._trusting = True
         if os.path.lexists(file):
@@ -154,14 +153,14 @@ class RunFolder:
         self.write_json("config.json", to_json(self.config, source_of(self.config)))
 
     def _check_lock(self) -> None:
-        """An error if the folder was removed or recreated while we worked on it: it is another's now."""
+        """An error if the folder was removed or recreated: another process may own it now."""
         if self._lock is not None and files.fcntl is not None and not self._lock.holds():
             raise BusyError(
                 f"{self.path} was removed or recreated while this run worked on it: it is left as it is now"
             )
 
     def _read_checkpoint(self, path: Path, metrics: bytes) -> Checkpoint | None:
-        """A checkpoint, or None if it is missing, torn, altered, of another run, or of other metrics."""
+        """A checkpoint, or None if it is missing, damaged, of another run, or does not fit the metrics."""
         try:
             files.regular(path)
             with safe_open(path, "pt") as file:
@@ -187,12 +186,12 @@ class RunFolder:
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, each in memory of its own: tied weights and other layouts cannot be written."""
+    """Copies on the CPU that share no memory, because tied weights and other layouts cannot be written."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _digest(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
-    """A hash of all of a checkpoint; types and shapes are in it only if the run is."""
+    """A hash of a whole checkpoint; it includes types and shapes only if it includes the run."""
     content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         kind = f" {tensors[name].dtype} {tuple(tensors[name].shape)} " if "run" in facts else ""

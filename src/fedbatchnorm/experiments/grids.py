@@ -1,4 +1,4 @@
-"""Grids: what is given as a list is varied, and every combination is a run."""
+"""Grids: settings given as lists are varied, and every combination is a run."""
 
 import difflib
 import itertools
@@ -30,11 +30,12 @@ _ASKED_FOR = {
 
 
 def grid(**settings: Any) -> list[Run]:
-    """The runs of every combination of settings, each once; seeds vary last, so that all cells fill evenly.
+    """The runs of every combination of settings, each once; seeds vary slowest, so that all cells fill
+    evenly.
 
     Args:
-        settings: fields of a `Run`, each a value or a list of values. What makes no difference to a run does
-            not multiply it: GroupNorm is there once, whatever `gradient` is varied over.
+        settings: fields of a `Run`, each a value or a list of values. A setting without effect does not
+            multiply a run: GroupNorm appears once even if `gradient` is varied.
 
     Example:
         >>> [(r.scheme, r.gamma, r.seed) for r in grid(scheme=["fbn", "naive"], gamma=0.1, seed=range(2))]
@@ -49,7 +50,7 @@ def grid(**settings: Any) -> list[Run]:
 
 
 def check_used(given: Collection[str], runs: Collection[Run]) -> None:
-    """An error if a setting that was given makes no difference to any of the runs."""
+    """An error if a given setting has no effect on any of the runs."""
     for name in given:
         if runs and all(name in run.unused() for run in runs):
             raise ValueError(f"{name} is given, but {_why_unused(name, runs)}")
@@ -68,7 +69,7 @@ def _why_unused(name: str, runs: Collection[Run]) -> str:
 
 
 def _values(name: str, value: Any) -> list[Any]:
-    """What a setting is varied over."""
+    """The values of a setting."""
     if name not in FIELDS:
         close = difflib.get_close_matches(name, FIELDS, 1)
         raise ValueError(f"a run has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))

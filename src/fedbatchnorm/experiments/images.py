@@ -16,15 +16,15 @@ def image_folder(
 ) -> Part:
     """A dataset of images in folders, one for each class: FOLDER/cat/1.png, FOLDER/dog/2.png.
 
-    Where FOLDER holds `train` and `test`, these hold the classes; else of each class every fifth image is
-    for testing.
+    If FOLDER has the folders `train` and `test`, the classes are in these; otherwise every fifth image of
+    each class is used for testing.
 
     Args:
-        name: what it is called in results.
-        folder: with a folder for each class.
+        name: its name in results.
+        folder: the folder that has a folder for each class.
         size: (height, width) to which images are scaled; needed if they differ in size.
-        gray: one channel in place of three.
-        title: for figures; the name if not given.
+        gray: one channel instead of three.
+        title: its title in figures; the name if not given.
 
     Example:
         >>> import tempfile

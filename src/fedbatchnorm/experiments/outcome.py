@@ -1,4 +1,4 @@
-"""How a run ended, in words."""
+"""How a run ended, as text."""
 
 import math
 from typing import Any
@@ -14,9 +14,9 @@ _FAR = 10.0  # times the loss of a guess: a training loss beyond it has run away
 def divergence(result: Result) -> str:
     """Why a run counts as diverged; empty if it does not.
 
-    It does if it ends at chance, and its loss is not finite or its training loss beyond 10 ln C, ten times
-    that of a guess among C classes. Chance is the share of the largest class. Where nobody recorded the
-    classes, a loss that is not finite is enough.
+    It does if it ends at chance level, and its loss is not finite or its training loss is above 10 ln C, ten
+    times that of a guess among C classes. Chance level is the share of the largest class. If the classes were
+    not recorded, a loss that is not finite is enough.
     """
     run, rows = result.config, result.metrics
     if not isinstance(run, Run) or not rows:
@@ -42,7 +42,7 @@ def divergence(result: Result) -> str:
 
 
 def _not_finite(row: dict[str, Any]) -> bool:
-    """Whether a loss is not finite, which files say as null."""
+    """Whether a loss is not finite, which is null in files."""
     values = [row[name] for name in ("loss", "train_loss") if name in row]
     return any(value is None or not math.isfinite(value) for value in values)
 

@@ -1,7 +1,7 @@
-"""What is not a name in a table: schemes, datasets, partitions, models, attacks and rules of the user's own.
+"""Schemes, datasets, partitions, models, attacks and rules of the user's own.
 
-A `Part` is such an object with its name and the hash of its source. Both go beside a run, and into its name;
-whoever reads the run has the record, and needs no code.
+A `Part` is such an object with its name and the hash of its source. Both are stored with a run and determine
+its folder's name. Reading the run needs this record only, not the code.
 """
 
 import inspect
@@ -119,10 +119,10 @@ def scheme(
         share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
         title: for figures; the name if not given.
         summary: a line of explanation.
-        after: what happens from the switch step on, if that is something else.
-        algorithms: under which algorithms the scheme has a meaning.
-        replace: (BatchNorm layer, groups) -> the layer that takes its place.
-        own: what of a layer each client keeps to itself: weight, bias, statistics.
+        after: the phase from the switch step on, if it is different.
+        algorithms: the algorithms that the scheme supports.
+        replace: (BatchNorm layer, groups) -> the layer that replaces it.
+        own: the parts of a layer that each client keeps local: weight, bias, statistics.
         phase: more fields of `Phase`, such as settings, or merge_rows for an own `share` under attack.
 
     Example:
@@ -150,7 +150,7 @@ def dataset(
     Args:
         name: what it is called in results.
         train: samples (N, ...), numbers or bytes, and labels (N,) from 0 on.
-        test: the same for testing; of each class every fifth training sample if not given.
+        test: the same for testing; by default every fifth training sample of each class.
         classes: their names; 0, 1, ... if not given.
         title: for figures; the name if not given.
 
@@ -167,8 +167,8 @@ def dataset(
 def partition(name: str, split: Callable[..., list[np.ndarray]], *, title: str = "") -> Part:
     """A partition of your own: (labels (N,), clients, rng) -> for each client the indices of its samples.
 
-    More arguments that have a default are parameters of the partition: calling it gives it with others. They
-    go into results; the first, if it is a number, is the level of heterogeneity.
+    Further arguments with defaults are parameters of the partition: call the partition to change them. They
+    are stored in results. If the first one is a number, it is the level of heterogeneity.
 
     Example:
         >>> import numpy as np
@@ -217,7 +217,8 @@ def attack(
 ) -> Part:
     """An attack of your own: the honest clients' rows (h, d) -> the row (d,) that all Byzantine clients send.
 
-    It may also take `f`, how many they are, `defense`, the server's rule, and `generator`, for what it draws.
+    It may also take `f`, the number of Byzantine clients, `defense`, the server's rule, and `generator`, for
+    random numbers.
 
     Example:
         >>> from fedbatchnorm.experiments import Run, attack
@@ -248,7 +249,7 @@ def rule(name: str, function: Callable[..., Tensor], *, title: str = "") -> Part
 
 
 def as_part(kind: Kind, value: Any) -> Part:
-    """What was given for a field of a run, as a part; a function has a name of its own."""
+    """The value of a field of a run as a part; a function has its own name."""
     if isinstance(value, Part):
         if value.kind != kind:
             raise ValueError(f"{kind} is the {value.kind} {value.name!r}; it must be a {kind}")
@@ -267,7 +268,7 @@ def as_part(kind: Kind, value: Any) -> Part:
 
 
 def row_of(kind: Kind, name: str) -> Part | None:
-    """A row that somebody added to a table at run time, as a part; None for the package's own names."""
+    """A row that was added to a table at run time, as a part; None for the package's own names."""
     steps = [step.partition(":")[0] for step in name.split("+")] if kind == "defense" else [name]
     rows = {s: table[s] for s in steps for table in _TABLES[kind] if s in table and s not in _SHIPPED[kind]}
     if not rows:
@@ -284,7 +285,7 @@ def row_of(kind: Kind, name: str) -> Part | None:
 
 
 def is_known(kind: Kind, name: str) -> bool:
-    """Whether a table of this process has the name; attacks and rules may have numbers."""
+    """Whether a table of this process has the name; names of attacks and rules may contain numbers."""
     steps = name.split("+") if kind == "defense" else [name]
     bare = [s.partition(":")[0] if kind in ("attack", "defense") else s for s in steps]
     return (name == "none" and kind in ("attack", "defense")) or all(

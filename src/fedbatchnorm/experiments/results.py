@@ -1,8 +1,7 @@
-"""What finished runs' folders hold, read and checked: the one reader. It imports nothing that it reads of.
+"""Reads and checks the folders of finished runs. It never imports what they name.
 
-A result is bound together by digests in its summary: of every file that it is made of, and of the summary
-with the run's name. Folders from before there were digests are read without; all other checks hold for
-them too.
+The summary of a result has a digest of each of its files, and one of itself with the run's name. Folders from
+versions without digests are read without them; all other checks apply.
 """
 
 import hashlib
@@ -52,14 +51,14 @@ class LeftOut(NamedTuple):
 
     @classmethod
     def damaged(cls, place: str, error: DamagedError) -> "LeftOut":
-        """A run whose reader said so; the place is not named twice."""
+        """A damaged run, with the reader's message without the path."""
         return cls(place, f"damaged: {str(error).removeprefix(place).lstrip('/:, ')}", "damaged")
 
 
 def read_results(root: Path) -> tuple[list[Result], list[LeftOut]]:
     """All finished runs below `root`, and those that are left out.
 
-    Left out are runs that are not finished or damaged, and copies: one result for a configuration.
+    Unfinished and damaged runs are left out, and so are copies: there is one result for each configuration.
     """
     found: dict[str, Result] = {}
     left_out = []
@@ -79,7 +78,7 @@ def read_results(root: Path) -> tuple[list[Result], list[LeftOut]]:
 
 
 class Unfinished(NamedTuple):
-    """What there is so far of a run that is not finished."""
+    """The part of an unfinished run that exists so far."""
 
     path: Path
     config: Run | Ring
@@ -89,7 +88,7 @@ class Unfinished(NamedTuple):
 def read_unfinished(root: Path) -> list[Unfinished]:
     """The runs below `root` that have begun and are not finished: configurations, and curves so far.
 
-    Those of which nothing can be read are left to `read_results`, which names them.
+    Unreadable ones are named by `read_results`.
     """
     found = []
     for path in _folders(Path(root), []):
@@ -142,9 +141,9 @@ def read_config_file(file: Path) -> tuple[Run | Ring, str | None]:
 def check_name(path: Path, config: Run | Ring, source: str | None) -> None:
     """A folder's name is the digest of its configuration.
 
-    That of a model of the user's own depends on its source, too: where config.json does not say what that was
-    (it is from before it did), the name cannot be checked; nor where nobody recorded what a scheme or dataset
-    is that this process does not know.
+    With a user's own model the name also depends on the model's source. If config.json does not have it
+    (older versions did not store it), the name cannot be checked. The same holds for an unknown scheme or
+    dataset of which nothing was recorded.
     """
     wanted = name_of(config, source)
     unsaid = source is None and isinstance(config, Run) and ":" in (config.model or "")
@@ -154,7 +153,7 @@ def check_name(path: Path, config: Run | Ring, source: str | None) -> None:
 
 
 def seal(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary with digests of all that a result is made of, and of itself with the run's name."""
+    """The summary with digests of all files of a result, and of itself with the run's name."""
     files = {name: _file_digest(path / name) for name in SEALED if (path / name).exists()}
     whole = summary | {"files": files}
     return whole | {"digest": json_digest({"name": path.name, **whole})}
@@ -166,7 +165,7 @@ def json_digest(content: dict[str, Any]) -> str:
 
 
 def _check_seal(path: Path, summary: dict[str, Any]) -> None:
-    """Every file is the one that was written; results from before there were digests have none to check."""
+    """Check that every file is the one that was written, if the result has digests."""
     file = path / "summary.json"
     files, digest = summary.get("files"), summary.get("digest")
     if files is None and digest is None:

@@ -34,9 +34,10 @@ class Stopped(Exception):  # noqa: N818 (not an error)
 
 
 class Watcher:
-    """Told what happens, for progress bars and logs; this one says nothing.
+    """Receives events of runs, for progress bars and logs; this one ignores them.
 
-    Between `begin` and `end` all is about that one run. For a callback of your own, override what you need.
+    All events between `begin` and `end` are about the same run. For a callback of your own, override the
+    methods that you need.
 
     Example:
         >>> class Printer(Watcher):
@@ -55,7 +56,7 @@ class Watcher:
         """So many rounds are done; metrics if there was an evaluation."""
 
     def end(self, config: Run | Ring, summary: dict[str, Any] | None) -> None:
-        """The run that began is over: its summary, or None if it was stopped or failed."""
+        """The run has ended: its summary, or None if it was stopped or failed."""
 
     def skip(self, config: Run | Ring) -> None:
         """A run was finished before."""
@@ -64,11 +65,11 @@ class Watcher:
         """Another process is at a run."""
 
     def stopping(self) -> None:
-        """The user asked to stop; the round that is running comes to its end first."""
+        """The user asked to stop; the current round is finished first."""
 
 
 class Watchers(Watcher):
-    """Several that are told the same, in order."""
+    """Several watchers that receive the same events, in order."""
 
     def __init__(self, watchers: Iterable[Watcher]):
         self._all = tuple(watchers)
@@ -119,10 +120,11 @@ class Options(NamedTuple):
 
 
 def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None = None) -> list[Path]:
-    """Run what is not finished yet; returns the folders. `Stopped` if the user asked to stop.
+    """Run all configurations that are not finished; returns the folders. Raises `Stopped` if the user asked
+    to stop.
 
-    Several processes may share the work: with `options.share` a run that another one is at is left to it,
-    and tried again at the end, in case that one has died.
+    Several processes may share the work: with `options.share` a run that another process is working on is
+    skipped, and tried again at the end, in case that process has died.
     """
     options = options or Options()
     configs = list(configs)
@@ -136,7 +138,7 @@ def run_all(configs: Iterable[Run | Ring], root: Path, options: Options | None =
 def _run_one(config: Run | Ring, root: Path, options: Options, last: bool) -> bool:
     """Run a configuration unless it is finished; False if another process works on it (an error if `last`).
 
-    A result that is damaged is put aside, and the run is run again.
+    A damaged result is renamed, and the run is repeated.
     """
     folder = RunFolder(root, config)
     if folder.path.name in options.known or folder.finished():
@@ -185,7 +187,7 @@ def federation(
 
 @contextlib.contextmanager
 def _listening(options: Options) -> Iterator[list[int]]:
-    """Collect signals while rounds are running: the first stops after the round, a second at once."""
+    """Collect signals while rounds are running: the first stops after the round, a second one immediately."""
     asked: list[int] = []
     if not options.signals or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -210,7 +212,7 @@ def _listening(options: Options) -> Iterator[list[int]]:
 
 
 def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], None]:
-    """Load and set up all that a run needs; what is returned trains it."""
+    """Load and set up a run; returns the function that trains it."""
     simulation, held = federation(config, options.device, options.data_dir, options.engine)
 
     def work(folder: RunFolder, options: Options) -> None:
@@ -225,7 +227,7 @@ def _training(config: Run, options: Options) -> Callable[[RunFolder, Options], N
 
 @contextlib.contextmanager
 def _watched(config: Run | Ring, watcher: Watcher, step: int) -> Iterator[dict[str, Any]]:
-    """A run that began has an end, whatever happens to it; its summary goes into what this gives."""
+    """Make sure that every `begin` is followed by `end`; the run's summary goes into what this yields."""
     summary: dict[str, Any] = {}
     watcher.begin(config, step)
     try:
@@ -237,7 +239,7 @@ def _watched(config: Run | Ring, watcher: Watcher, step: int) -> Iterator[dict[s
 def _train(
     config: Run, simulation: Simulation, folder: RunFolder, options: Options, asked: list[int]
 ) -> None:
-    """Train to the end, from the last checkpoint if there is one."""
+    """Train to the end, starting from the last checkpoint if there is one."""
     loss = torch.zeros((), device=options.device)  # of the rounds since the last evaluation
     before = _restore(simulation, folder, loss)
     _note_environment(folder, options.device, simulation.step)
@@ -312,7 +314,7 @@ _IN_FILES = {"normalized": "normalised", "centralized": "centralised"}  # as the
 
 
 def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
-    """All rounds in one go: it takes a fraction of a second, so there is nothing to resume."""
+    """All rounds at once: it takes a fraction of a second, so there is nothing to resume."""
 
     def work(folder: RunFolder, options: Options) -> None:
         folder.restore()
@@ -330,7 +332,7 @@ def _ring(config: Ring) -> Callable[[RunFolder, Options], None]:
 
 
 def _note_environment(folder: RunFolder, device: torch.device, step: int) -> None:
-    """Add this session to the run's: one that is resumed may continue elsewhere."""
+    """Add this session to the run's environment, since a run may be resumed on another machine."""
     path = folder.path / "environment.json"
     sessions = []
     if os.path.lexists(path) and step:

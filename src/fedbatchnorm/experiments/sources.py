@@ -1,7 +1,7 @@
-"""What a piece of the user's own code or data is, as a hash: changed code is another experiment.
+"""Hashes of the user's own code and data, so that changed code is a new experiment.
 
-The hash of a function is over its source, its defaults, what it closes over, and all of that for whatever of
-the user's own it refers to. Libraries count by name alone. The rest of the file does not matter.
+The hash of a function covers its source, its defaults, its closure, and the same for everything of the user's
+own that it refers to. Libraries count by name only. The rest of the file does not matter.
 """
 
 import functools
@@ -54,7 +54,7 @@ def module_file(name: str) -> Path | None:
 
 
 def _pieces(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """What makes a value what it is; what was seen already, or is a library's, counts by its name."""
+    """The parts of a value for the hash; what was seen before or is a library's counts by name."""
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     if isinstance(value, Tensor | np.ndarray):
         array = np.ascontiguousarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)

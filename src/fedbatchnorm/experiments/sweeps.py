@@ -38,14 +38,14 @@ def sweep(
     results.
 
     Args:
-        runs: runs in place of settings, such as two grids put together.
+        runs: runs instead of settings, such as the sum of two grids.
         out: folder of the runs; one folder for each, named after the hash of its settings.
         data_dir: folder with the files of CIFAR-10, MNIST, Fashion-MNIST.
         device: auto, cpu, cuda, cuda:1, mps.
         engine: see `Simulation`.
         checkpoint_seconds: seconds between checkpoints.
-        progress: a bar in terminals and notebooks.
-        callbacks: told of all that happens, such as `TensorBoard()`.
+        progress: whether to show a bar in terminals and notebooks.
+        callbacks: callbacks that receive all events, such as `TensorBoard()`.
         settings: fields of a `Run`, each a value or a list of values: names, or objects of your own.
 
     Example:
@@ -80,7 +80,7 @@ def sweep(
 
 
 def _run_and_wait(configs: list[Run], root: Path, options: Options, show: Progress) -> None:
-    """Run what nobody else is at, and then what others leave behind, until all is there."""
+    """Run what no other process is working on, and then what others have left, until everything is done."""
     show.expect(configs)
     while configs:
         run_all(configs, root, options)

@@ -64,9 +64,8 @@ class Results(Sequence[Result]):
         """A row for each run: what it is, how it ended, every setting, and where it ran.
 
         Accuracies are shares of 1. `gamma`, `alpha` and a partition's own parameters are missing where the
-        run does not use them; `diverged` says in words what happened, or is empty; `own` has names and
-        hashes of what is not the package's. Runs on the Gaussian ring have a `distance` in place of an
-        accuracy.
+        run does not use them; `diverged` says what happened, or is empty; `own` has names and hashes of the
+        user's own parts. Runs on the Gaussian ring have a `distance` instead of an accuracy.
         """
         return _in_order(pd.DataFrame([_row(result) for result in self]), _parameters(self))
 
@@ -78,7 +77,9 @@ class Results(Sequence[Result]):
         return self._told().merge(found, on="run", validate="one_to_many")
 
     def summary(self) -> pd.DataFrame:
-        """Mean and standard deviation (n - 1) of the final accuracy over seeds, for all that was varied."""
+        """Mean and standard deviation (n - 1) of the final accuracy over seeds, for every combination that
+        was varied.
+        """
         runs = self.to_pandas()
         if "kind" in runs:
             runs = runs[runs.kind == "training"]
@@ -131,7 +132,8 @@ class Results(Sequence[Result]):
 
 
 def read(*places: str | Path) -> Results:
-    """The finished runs in folders and files of runs, as `sweep` gives them; no code of theirs is needed.
+    """Read the finished runs in folders and files of runs, as `sweep` returns them; the code of their own
+    parts is not needed.
 
     Example:
         >>> len(read("no/such/folder"))
@@ -155,7 +157,9 @@ class Table(NamedTuple):
 
 
 def tables(results: Results) -> list[Table]:
-    """What a terminal shows of results: final accuracies, a column for each scheme; distances on the ring."""
+    """The tables of results for a terminal: final accuracies, a column for each scheme; distances on the
+    ring.
+    """
     runs = results.to_pandas()
     kind = runs.get("kind", pd.Series("training", runs.index))
     rings, training = runs[(kind == "ring") & (runs.scheme != "centralized")], runs[kind == "training"]
@@ -184,14 +188,14 @@ def _accuracies(results: Results, runs: pd.DataFrame) -> Table:
 
 
 def _titles(results: Results) -> dict[str, str]:
-    """What each scheme is called: with its name, where two have the same title."""
+    """The title of each scheme, with its name if two have the same title."""
     found = {r.config.scheme: r.config.title() for r in results if isinstance(r.config, Run)}
     twice = {title for title in found.values() if [*found.values()].count(title) > 1}
     return {name: f"{title} ({name})" if title in twice else title for name, title in found.items()}
 
 
 def _same(runs: pd.DataFrame) -> str:
-    """What all of these runs share, in words."""
+    """What all of these runs have in common, as text."""
     forms = {"dataset": "{}", "model": "{}", "clients": "{} clients", "batch": "batch {}"}
     forms["rounds"] = "{} rounds"
     same = [name for name in forms if runs[name].nunique() == 1]
@@ -237,7 +241,7 @@ def accuracy_percent(mean: float, sd: float) -> str:
 
 
 def _for_people(table: pd.DataFrame) -> pd.DataFrame:
-    """A summary with percent in place of shares, and without what says nothing."""
+    """A summary in percent, without columns that carry no information."""
     text = [accuracy_percent(*pair) for pair in zip(table.accuracy, table.sd, strict=True)]
     shown = table.drop(columns="sd").assign(accuracy=text)
     if "client_accuracy" in shown:
@@ -287,7 +291,7 @@ def _parameters(results: Iterable[Result]) -> list[str]:
 
 
 def _varied(runs: pd.DataFrame) -> list[str]:
-    """The settings that are not the same in all runs, but for the seed; the level and the scheme first."""
+    """The settings that differ between runs, except the seed; the level and the scheme come first."""
     told = [str(name) for name in runs if name not in {"run", "kind", "distance", "seed", *_OUTCOME, *_PLACE}]
     found = [name for name in told if runs[name].astype(str).nunique(dropna=False) > 1]
     # What follows from another setting says nothing: half of the rounds, a thirtieth of them.
@@ -312,7 +316,7 @@ def _rank(result: Result) -> tuple[Any, ...]:
 
 
 def _harmless(value: Any) -> Any:
-    """A text that no spreadsheet takes for a formula."""
+    """A text that no spreadsheet interprets as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

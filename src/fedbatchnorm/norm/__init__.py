@@ -1,1 +1,1 @@
-"""What a layer keeps and a client measures; needs torch alone."""
+"""What a layer stores and what a client measures. Needs torch only."""

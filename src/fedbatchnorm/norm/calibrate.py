@@ -1,4 +1,4 @@
-"""A start from the data: one pass with plain BatchNorm, in which every layer measures what it gets."""
+"""The calibrated start: one pass with plain BatchNorm in which every layer measures its input."""
 
 import functools
 from collections.abc import Iterator
@@ -16,17 +16,18 @@ from .reduce import statistics_dtype
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, layers in training normalize by their own batch, as plain BatchNorm does, and measure as ever.
+    """Inside this context, layers in training mode normalize by their own batch and measure it.
 
-    y = (x - u) / sqrt(s^2 + eps) * weight + bias, with u and s^2 of this batch alone. A fresh model's shared
-    statistics, mean 0 and variance 1, say nothing of its data. Measured with them, one layer would come
-    right in a round and those behind it would be far off; normalized by its own batch, each layer
-    gives the next what it will get later, and one pass is enough. Clients make it and `collect`; the server
-    merges with `momentum=1.0`. Running statistics do not change, and layers in evaluation stay as they are.
-    Afterwards all is as it was, but for what was seen. A batch with one value per channel is normalized to 0.
+    y = (x - u) / sqrt(s^2 + eps) * weight + bias, with u and s^2 of this batch alone. The shared statistics
+    of a new model are mean 0 and variance 1, whatever the data. With them, only one layer in a round would
+    get correct statistics, and the layers that follow would be far off. If each layer normalizes by its own
+    batch, the next layer's input is about what it will be later, so one pass is enough. Clients make this
+    pass and `collect`; the server merges with `momentum=1.0`. Running statistics do not change, and layers in
+    evaluation mode do nothing new. Afterwards the model is as before, except for what was measured. A batch
+    with one value per channel is normalized to 0.
 
     Args:
-        model: a converted model; may be compiled (it is compiled once more for this) or distributed.
+        model: a converted model. It may be compiled (then it is compiled once more) or distributed.
 
     Example:
         >>> import fedbatchnorm as fbn
@@ -52,12 +53,12 @@ def calibrating(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Calibrating(FederatedBatchNorm):
-    """What a layer is inside `calibrating`; as in `convert`, the object stays and its class changes."""
+    """The class of a layer inside `calibrating`. As in `convert`, the object stays and its class changes."""
 
     outside: type[FederatedBatchNorm]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Measure as ever, and normalize by the batch."""
+        """Measure as usual, and normalize by the batch."""
         if not self.training or self._averaging:
             return super().forward(input)
         with torch.no_grad():

@@ -1,7 +1,8 @@
-"""The federated class that goes with a BatchNorm class, and its place beside a forward of the class's own.
+"""The federated class for a BatchNorm class, and how it combines with the class's own forward.
 
-A class without one is put behind FederatedBatchNorm. So is one that is registered with what comes after,
-which is then done after ours. One whose forward calls super's exactly once is put before: super is then ours.
+In the method resolution order, a class without a forward of its own comes after FederatedBatchNorm. So does a
+registered class, and what was registered is then applied after our forward. A class whose forward calls
+super's exactly once comes before it, so that its super is ours.
 """
 
 import functools
@@ -41,7 +42,7 @@ class _Followed(FederatedBatchNorm):
     _fbn_after: After
 
     def forward(self, input: Tensor) -> Tensor:
-        """In training ours, and what comes after; else the class's own forward, which does both."""
+        """In training our forward and what follows it; otherwise the class's own forward, which does both."""
         y = super().forward(input)
         return self._fbn_after(self, y) if self.training and not self._averaging else y
 
@@ -75,7 +76,7 @@ def _make(plain: type[_BatchNorm], base: type[_BatchNorm], entry: Entry | None) 
 
 
 def own_forward_problem(plain: type[_BatchNorm]) -> str | None:
-    """Why a class's own forward cannot go with ours, and what to do; None if it can."""
+    """Why a class's own forward cannot be combined with ours, and what to do; None if it can."""
     base = _base(plain)
     for kind in plain.__mro__[: plain.__mro__.index(base)]:
         entry = entry_for(kind)
@@ -87,7 +88,7 @@ def own_forward_problem(plain: type[_BatchNorm]) -> str | None:
 
 
 def name_problem(layer: _BatchNorm) -> str | None:
-    """Why a plain layer's own attributes would get into the way, or None."""
+    """Why a plain layer's own attributes would conflict with ours, or None."""
     taken = next((name for name in _OURS if hasattr(layer, name)), None)
     return (
         f"it has an attribute {taken!r}, which a federated layer needs; rename it, or skip the layer"
@@ -110,7 +111,7 @@ def has_own_forward(layer: FederatedBatchNorm) -> bool:
 
 
 def _base(plain: type[_BatchNorm]) -> type[_BatchNorm]:
-    """The class from which on ours takes the place of forward: torch's, or one that is registered for it."""
+    """The class whose forward ours replaces: torch's, or a registered one."""
     for kind in plain.__mro__:
         entry = entry_for(kind)
         known = entry is not None and not entry.calls_super
@@ -139,7 +140,7 @@ def _advice(plain: type[_BatchNorm]) -> str:
 
 
 def _reduce_subclass(self, protocol):
-    """Pickle a layer whose class was made at run time: by the class that it was made from."""
+    """Pickle a layer whose class was made at run time, by naming the class that it was made from."""
     return _restore_subclass, (self.plain,), self.__dict__
 
 

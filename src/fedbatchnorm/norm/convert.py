@@ -36,7 +36,7 @@ class ConversionError(ValueError):
 
 
 class Finding(NamedTuple):
-    """One normalizer of a model: what it is, what `convert` would make of it, or why it does not.
+    """One normalizer of a model: what it is, and what `convert` would do with it or why it would not.
 
     Attributes:
         layer: its name.
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
         becomes: the name of the class that `convert` would give it; None if it stays as it is.
         problem: why `convert` refuses the model; None if it does not.
         skipped: whether `convert` was asked to leave it as it is.
-        note: what else there is to say, such as why it stays as it is.
+        note: anything else, such as why it stays as it is.
     """
 
     layer: str
@@ -62,21 +62,22 @@ def convert(
 
     Layers that are federated already stay as they are, but for `gradient` and `limit` if given. If any layer
     is refused, a `ConversionError` names all of them and nothing has been changed. A warning names modules
-    that keep running statistics and are no BatchNorm, such as a tracked InstanceNorm: those stay as they are.
+    that keep running statistics but are not BatchNorm, such as an InstanceNorm with `track_running_stats`:
+    they stay as they are.
 
     Args:
-        model: whatever you train.
-        gradient: the share of BatchNorm's gradient in the backward pass, which holds the scale of the weights
-            under ordinary SGD and many local steps; 0 is the paper's federated BatchNorm, 0.7 if not given.
-            The forward pass does not depend on it. See docs/training.md.
-        limit: the largest standard deviation L of a normalized batch, before weight and bias, and its mean at
-            most 2 (L - 1); a batch beyond that is normalized by statistics closer to its own, which keeps
-            large learning rates from diverging. "auto" is 1 + 2.5 (1 - gradient), a good value under local
-            epochs; no limit, as in the paper, if not given.
-        skip: layers to leave as they are: names, shell patterns such as "head.*", one string of these, or a
-            function of name and layer. Those are none of federated BatchNorm's business from here on, and
-            copies and pickles of the model remember it. If not given, what was skipped before stays skipped;
-            what is given takes the place of that: `skip=()` converts every layer.
+        model: any model.
+        gradient: the share of BatchNorm's gradient in the backward pass. It keeps the scale of the weights
+            stable under ordinary SGD and many local steps. 0 is the paper's federated BatchNorm; the default
+            is 0.7. The forward pass does not depend on it. See docs/training.md.
+        limit: the largest standard deviation L that a normalized batch may have, before weight and bias; its
+            mean may be at most 2 (L - 1) away from 0. A batch beyond that is normalized by statistics closer
+            to its own, which keeps training with large learning rates from diverging. "auto" is 1 + 2.5 (1 -
+            gradient), a good value with local epochs. By default there is no limit, as in the paper.
+        skip: layers to leave as they are: names or shell patterns such as "head.*" (a list or one string), or
+            a function of name and layer. Every call ignores these layers from then on; copies and pickles of
+            the model remember this. If not given, layers that were skipped before stay skipped. If given, it
+            replaces the earlier choice: `skip=()` converts every layer.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
@@ -117,16 +118,16 @@ def set_gradient(
     limit: Limit = None,
     between: Mapping[str, float] | None = None,
 ) -> None:
-    """Set the share of BatchNorm's gradient that the layers of a converted model take from here on.
+    """Set the share of BatchNorm's gradient that the layers of a converted model use from now on.
 
     Args:
         model: a converted model.
-        gradient: from 0 (the paper's federated BatchNorm) to 1; what a compiled model has compiled is
-            compiled again when it changes.
-        limit: how wide and how far away a batch may come out, as for `convert`; left as it is if not given.
-        between: layer -> the part of its variance that lies between clients, as `merge` returns it: a layer
-            where that is small takes more than `gradient` (`share_by_layer`), and one that is not in it takes
-            `gradient`. If not given, all take `gradient`.
+        gradient: from 0 (the paper's federated BatchNorm) to 1. If it changes, a compiled model is compiled
+            again.
+        limit: the largest deviation of a normalized batch, as in `convert`; unchanged if not given.
+        between: layer -> the part of its variance that lies between clients, as `merge` returns it. A layer
+            for which it is small uses a share above `gradient` (`share_by_layer`); a layer that is not listed
+            uses `gradient`. If not given, all layers use `gradient`.
 
     Example:
         >>> model = convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
@@ -172,7 +173,7 @@ def revert(model: nn.Module) -> nn.Module:
 def inspect(model: nn.Module) -> list[Finding]:
     """List every BatchNorm of `model` with what `convert` would do to it; nothing is changed.
 
-    Modules that keep running statistics and are no BatchNorm are listed, too: `convert` leaves those alone.
+    Modules that keep running statistics but are not BatchNorm are listed, too; `convert` leaves them alone.
 
     Example:
         >>> layers = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)
@@ -185,7 +186,7 @@ def inspect(model: nn.Module) -> list[Finding]:
 
 
 def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
-    """Layer name -> layer, but for those skipped; an error names a BatchNorm that has not been converted."""
+    """Layer name -> layer, without skipped ones; an error names a BatchNorm that has not been converted."""
     layers: dict[str, FederatedBatchNorm] = {}
     for name, layer in modules(model):
         federated = isinstance(layer, FederatedBatchNorm)
@@ -217,7 +218,7 @@ _BY_HAND = "it was written as a federated class, with a forward of its own, and 
 
 
 def _finding(name: str, module: nn.Module, skipped: bool) -> Finding:
-    """What there is to say of one normalizer, skipped or not."""
+    """The finding for one normalizer, skipped or not."""
     kind = type(module).__name__
     if skipped:
         by_hand = isinstance(module, FederatedBatchNorm) and has_own_forward(module)
@@ -235,7 +236,7 @@ def _finding(name: str, module: nn.Module, skipped: bool) -> Finding:
 
 
 def _warn(left: list[Finding], nothing: bool) -> None:
-    """One warning for what `convert` had nothing to do for."""
+    """One warning for all modules that `convert` left as they were."""
     lines = ["the model has no BatchNorm layer: nothing to convert"] if nothing else []
     if left:
         lines += [

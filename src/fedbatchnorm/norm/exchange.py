@@ -1,4 +1,4 @@
-"""Between a model and the messages: read and load its statistics, collect what it has seen."""
+"""Read and load the statistics of a model, and collect what its layers have seen."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -43,8 +43,8 @@ def statistics(model: nn.Module) -> dict[str, Running]:
 def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
     """Load shared statistics into a converted model; moments not yet collected are discarded.
 
-    Everything is checked first: on an error the model is as it was. The momentum is the server's
-    alone and is not loaded.
+    Everything is checked first: after an error the model is unchanged. The momentum is used by the server
+    only and is not loaded.
 
     Args:
         model: a converted model.
@@ -74,20 +74,21 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
 
 
 def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
-    """Take what the model has seen since the last collect, and start over.
+    """Return the moments of what the model has seen since the last `collect`, and start over.
 
-    A warning names layers whose running statistics are no longer those that were loaded, as when a module
-    calls `F.batch_norm` with a layer's buffers instead of the layer: what it normalized was not measured.
-    (With `training=False` that cannot be noticed.) Layers that `convert` was told to skip are left out. So is
-    what `torch.optim.swa_utils.update_bn` ran, which also resets what was seen before: collect before it.
+    A warning names layers whose running statistics are no longer those that were loaded. This happens if a
+    module calls `F.batch_norm` with a layer's buffers instead of the layer: its input is then not measured.
+    (With `training=False` this cannot be detected.) Layers skipped by `convert` are left out. So are the
+    passes of `torch.optim.swa_utils.update_bn`, which also discards what was measured before: call `collect`
+    first.
 
     Args:
         model: a converted model.
-        group: of a client that trains on several devices (DistributedDataParallel): the moments of
-            all its processes are brought together, and each gets the same update.
+        group: the process group of a client that trains on several devices (DistributedDataParallel). The
+            moments of all its processes are combined, and each process gets the same update.
 
     Returns:
-        An `Update`: {layer name: Moments(count, mean, var)}. A layer in evaluation has count 0.
+        An `Update`: {layer name: Moments(count, mean, var)}. A layer in evaluation mode has count 0.
 
     Example:
         >>> import fedbatchnorm as fbn
@@ -114,10 +115,10 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
 def discard_step(model: nn.Module) -> None:
     """Drop what the last step added, as when a loss scaler finds an overflow and skips it.
 
-    A step is all passes since the optimizer changed the layer's weight or its gradient was cleared,
-    so micro-batches of gradient accumulation go together, and layers that the step did not run keep
-    what they have. Where that cannot be seen (no trainable weight, torch.compile), and for a layer
-    called several times before the first gradient, it is the last pass.
+    A step is all passes since the optimizer changed the layer's weight or its gradient was cleared. So
+    micro-batches of gradient accumulation are dropped together, and layers that were not used in the step
+    keep what they have. If this cannot be detected (no trainable weight, torch.compile), and for a layer
+    called several times before its first gradient, only the last pass is dropped.
 
     Example:
         >>> import fedbatchnorm as fbn
@@ -137,7 +138,7 @@ def discard_step(model: nn.Module) -> None:
 
 
 def check_statistics(shared: Mapping[str, Running], channels: Mapping[str, int] | None = None) -> None:
-    """Raise a ValueError that names the layer and the field if any of the statistics are not usable.
+    """Raise a ValueError that names the layer and the field if any statistics are not usable.
 
     Args:
         shared: what a server or a client was given.
@@ -238,7 +239,7 @@ def _cast(group: list[tuple[str, FederatedBatchNorm]], shared: Mapping[str, Runn
 def _gather(
     seen: list[tuple[Moments, int]], identity: int, group: "ProcessGroup", device: torch.device
 ) -> tuple[list[tuple[Moments, int]], int]:
-    """Bring the moments of a client's processes together; all of them take the first one's id."""
+    """Combine the moments of a client's processes; all of them use the first one's id."""
     sizes = [len(m.mean) for m, _ in seen]
     layers, channels = len(sizes), sum(sizes)
     head = [float(identity), *(m.count for m, _ in seen), *(refused for _, refused in seen)]

@@ -1,4 +1,4 @@
-"""All layers of a model side by side: what is done to them takes a few operations, not a few a layer."""
+"""All layers of a model side by side, so that a few operations handle all of them."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar

@@ -1,7 +1,7 @@
 """Bias, ReLU, normalizing with constants, ReLU, and measuring, as one operator: one pass over memory.
 
-Federated BatchNorm normalizes with shared running statistics, which are constants. So nothing has to be
-known about a whole batch before its first value can be written, and what surrounds the layer goes along:
+Federated BatchNorm normalizes with shared running statistics, which are constants. So the first output can be
+written before the whole batch has been read, and the neighboring operations can be done in the same pass:
 
     u = z + shift;  x = relu(u) or u;  y = (x - mean) * rstd * weight + bias;  out = relu(y) or y
 
@@ -22,7 +22,7 @@ def relu_normalize(
     z: Tensor, shift: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
     *, eps: float, clients: int, before: bool, after: bool, share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Add a bias, cut off at zero, normalize with constants, cut off again, and measure: in one pass.
+    """Add a bias, apply a ReLU, normalize with constants, apply a ReLU, and measure: in one pass.
 
     Gradients flow to z, shift, weight and bias; not to mean and var, nor through what was measured.
 
@@ -37,7 +37,7 @@ def relu_normalize(
         bias: (c,) or None.
         eps: added to var.
         clients: how many clients share `z`.
-        before: whether a ReLU comes before normalizing; what it gives is what is measured.
+        before: whether a ReLU comes before normalizing; its output is what is measured.
         after: whether a ReLU comes after.
         share: of BatchNorm's gradient, a number from 0 to 1 on the same device; None is 0.
 
@@ -182,7 +182,7 @@ def _empty_gradients(z: Tensor, *vectors: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _empty(z: Tensor) -> Tensor:
-    """As z, in the layout that is written, whatever that of z."""
+    """An empty tensor like z, in the layout of the output."""
     return torch.empty(z.shape, dtype=z.dtype, device=z.device, memory_format=_layout(z))
 
 

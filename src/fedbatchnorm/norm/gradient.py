@@ -1,14 +1,14 @@
 """A share of BatchNorm's gradient for a layer that normalizes with constants.
 
-Statistics that are constants in the backward pass leave a channel's mean and scale free: gradients that push
-them come back round after round, since the next merge undoes what they did. BatchNorm's own gradient has no
-such part. Here the forward pass stays as it is, and the gradient loses a share rho of that part:
+If statistics are constants in the backward pass, nothing holds a channel's mean and scale. Gradients push
+them in every round, because the next merge undoes the effect. BatchNorm's own gradient has no such part. Here
+the forward pass stays the same, and a share rho of that part is removed from the gradient:
 
     dx = (1/s) (g - rho [mean(g) + b mean(g b)]),   b = (x - u) / sqrt(var + eps)
 
 with u and var those of the batch itself. rho = 0 is federated BatchNorm as published; rho = 1 leaves nothing
-that moves the batch's mean or scale. A limit on how far a batch may come out from what the shared statistics
-say is a brake for what the share lets through.
+that moves the batch's mean or scale. In addition, a limit bounds how far the mean and deviation of a
+normalized batch may be from 0 and 1.
 """
 
 import math
@@ -63,11 +63,11 @@ def check_between(between: Mapping[str, float]) -> dict[str, float]:
 def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
     """Each layer's own share, 1 - min(1 - share, 30 f), from the part f of its variance between clients.
 
-    What a share below 1 is there for is the signal between clients (docs/training.md). Where they are alike
-    there is none, and all but a little of BatchNorm's gradient can be taken.
+    A share below 1 keeps the signal between clients (docs/training.md). In a layer where clients are alike
+    there is no such signal, and nearly all of BatchNorm's gradient can be used.
 
     Args:
-        share: what the drift asks for, the least that any layer takes.
+        share: the share set by the drift; no layer uses less.
         between: (layers,), from 0 (clients' means are the same) to 1; 1 where it is not known.
 
     Example:
@@ -81,8 +81,8 @@ def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
 def limit_for(share: float | Tensor) -> float | Tensor:
     """The limit that goes with a share where it is "auto": 1 + 2.5 (1 - share).
 
-    With all of BatchNorm's gradient a batch is brought back to the shared width and mean; with none of it,
-    only one that is 3.5 times as wide, or 5 deviations away.
+    With a share of 1 every batch is brought back to the shared mean and deviation. With a share of 0, only a
+    batch that is 3.5 times as wide or 5 deviations away.
 
     Example:
         >>> limit_for(1.0), limit_for(0.8), limit_for(0.0)
@@ -94,7 +94,7 @@ def limit_for(share: float | Tensor) -> float | Tensor:
 def limited(
     mean: Tensor, var: Tensor, seen_mean: Tensor, seen_var: Tensor, eps: float, limit: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each client normalizes with, so that no batch comes out too wide or too far away.
+    """The mean and variance that each client normalizes with under a limit.
 
     v' + eps = max(v + eps, (s^2 + eps) / L^2), so that no deviation is larger than L; then m' is the mean
     nearest to m with |u - m'| <= 2 (L - 1) sqrt(v' + eps).

@@ -1,8 +1,8 @@
 """`fused` on a CUDA GPU, in Triton.
 
 Memory is read as (rows, channels), channels_last: a program takes a block of channels and a run of one
-client's rows, tile after tile. Whatever is added up over rows leaves a program as one row of partial sums,
-and a second, small kernel adds those up: no atomics, so the same input gives the same bits.
+client's rows, tile after tile. Each program writes one row of partial sums, and a second, small kernel adds
+them up. There are no atomics, so the same input gives the same bits.
 """
 
 # ruff: noqa: N803, N806 - what a kernel is compiled for is in capitals, as everybody writes it in Triton
@@ -28,7 +28,7 @@ _ADDED_ROWS, _ADDED_COLUMNS = 256, 8  # of a tile of `_add_up`
 
 
 class Tiles(NamedTuple):
-    """How the work is cut up: a tile is `unroll * rows` rows of `block` channels."""
+    """How the work is divided: a tile is `unroll * rows` rows of `block` channels."""
 
     unroll: int  # rows of a tile that are one thread's
     rows: int  # rows of a tile that lie beside one another, over threads
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 def choose_tiles(
     rows: int, channels: int, dtype: torch.dtype, *, groups: int, programs: int, most: int
 ) -> Tiles:
-    """Cut up `groups` times `rows` rows so that about `programs` programs start.
+    """Divide `groups` times `rows` rows so that about `programs` programs start.
 
     Args:
         rows: rows of one group, at least one; a run of rows stays within its group.
@@ -95,7 +95,7 @@ def _relu(u):
 
 @triton.jit
 def _left(row, count, EVEN: tl.constexpr):
-    """Which rows of a tile are there; all of them, known when compiling, where tiles fill the rows."""
+    """Which rows of a tile exist; if tiles fill the rows, all do, and this is known when compiling."""
     return (row >= 0) if EVEN else (row < count)
 
 
@@ -186,7 +186,7 @@ def _combine(
     partials, mean_pointer, var_pointer, rows, run, runs,
     CHANNELS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bring a client's runs together by the law of total variance, in float64."""
+    """Combine a client's runs by the law of total variance, in float64."""
     client = tl.program_id(1)
     number = tl.arange(0, RUNS)[:, None]
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]

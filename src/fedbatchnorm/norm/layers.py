@@ -27,13 +27,13 @@ _PENDING = 64  # passes that are kept as they came before they are added up
 class FederatedBatchNorm(_BatchNorm):
     """What all federated layers share; use the 1d, 2d or 3d class, or `fedbatchnorm.convert`.
 
-    In training the input is normalized with the running statistics as constants (Algorithm 2,
-    line 3), its moments are added to what the round has seen, and the running statistics are left
-    alone: they belong to the server. In evaluation it is torch's own BatchNorm.
+    In training the input is normalized with the running statistics as constants (Algorithm 2, line 3), and
+    its moments are added to those of the round. The running statistics do not change: only the server updates
+    them. In evaluation the layer is torch's own BatchNorm.
 
-    `gradient` is the share of BatchNorm's gradient that the backward pass takes (`norm.gradient`); 0 is the
-    paper's federated BatchNorm. `limit` bounds how wide and how far away a batch may come out; None is the
-    paper's. Set them with `fedbatchnorm.set_gradient`.
+    `gradient` is the share of BatchNorm's gradient that the backward pass uses (`norm.gradient`); 0 is the
+    paper's federated BatchNorm. `limit` bounds the deviation and the mean of a normalized batch; None, as in
+    the paper, is no limit. Set them with `fedbatchnorm.set_gradient`.
     """
 
     gradient: float = GRADIENT
@@ -57,8 +57,8 @@ class FederatedBatchNorm(_BatchNorm):
 
         Resetting the statistics and then setting this to None is what `torch.optim.swa_utils.update_bn` and
         Lightning's StochasticWeightAveraging do: until it is set once more, a layer in training is a plain
-        BatchNorm that averages its statistics over batches. It forgets what the round saw and measures
-        nothing meanwhile, so collect first.
+        BatchNorm that averages its statistics over batches. It discards what was measured in the round and
+        measures nothing in the meantime, so call `collect` first.
         """
         try:
             return self.__dict__["momentum"]  # where torch's class has it
@@ -87,7 +87,7 @@ class FederatedBatchNorm(_BatchNorm):
         return not bool(mean.any()) and bool((var == 1).all())
 
     def reset_running_stats(self) -> None:
-        """Back to mean 0 and variance 1; what was seen is forgotten too."""
+        """Back to mean 0 and variance 1; what was measured is discarded, too."""
         super().reset_running_stats()
         if self.running_mean is not None:
             self.start_round()
@@ -95,12 +95,12 @@ class FederatedBatchNorm(_BatchNorm):
             self._was_reset = True
 
     def reset_parameters(self) -> None:
-        """As torch's; what was seen is forgotten too."""
+        """As torch's; what was measured is discarded, too."""
         super().reset_parameters()
         self._was_reset = False
 
     def start_round(self) -> None:
-        """Forget what was seen."""
+        """Discard what was measured."""
         like = self.running_mean
         assert like is not None
         self._pending: list[_Pass] = []
@@ -162,7 +162,7 @@ class FederatedBatchNorm(_BatchNorm):
             self._pending.clear()
 
     def close_step(self) -> None:
-        """From here on, nothing that was seen can be dropped."""
+        """From now on, nothing measured so far can be dropped."""
         self._settle(len(self._pending))
         self._keep()
 
@@ -174,10 +174,10 @@ class FederatedBatchNorm(_BatchNorm):
         return [getattr(self, name) for name in _TENSORS]
 
     def _remember(self, weight: Tensor | None, moments: Moments) -> None:
-        """Keep a pass as it came; long lists are added up, so that a pass costs next to nothing.
+        """Store a pass; long lists are added up together, so that a single pass costs very little.
 
-        A pass begins a step if the weight has changed since the last one, or has no gradient yet:
-        not every optimizer can be seen to change it.
+        A pass begins a step if the weight has changed since the last pass, or has no gradient yet, because
+        the changes of some optimizers cannot be detected.
         """
         version, pending = _version(weight), self._pending
         if not pending:
@@ -197,18 +197,18 @@ class FederatedBatchNorm(_BatchNorm):
             pending[:] = [_Pass(True, version, step._replace(count=int(step.count)))]
 
     def _last_step(self) -> int:
-        """Where in the pending passes the last step begins."""
+        """Where the last step begins in the pending passes."""
         return max(i for i, p in enumerate(self._pending) if p.begins)
 
     def _settle(self, passes: int) -> None:
-        """Add the first pending passes to the accumulators, all in one go."""
+        """Add the first pending passes to the accumulators, all at once."""
         if passes:
             self._add(_stack([p.moments for p in self._pending[:passes]], self._seen.device))
             self._keep()
             del self._pending[:passes]
 
     def _keep(self) -> None:
-        """What the accumulators hold now is what dropping a compiled step goes back to."""
+        """Remember the accumulators' state, to which dropping a compiled step returns."""
         self._count_before.copy_(self._count)
         self._seen_before.copy_(self._seen)
 
@@ -286,7 +286,7 @@ def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
 
 
 def _kind(layer: FederatedBatchNorm) -> tuple:
-    """What layers must have in common to be taken together."""
+    """What layers must have in common to be handled together."""
     return (
         layer._seen.device,
         layer._seen.dtype,
@@ -343,7 +343,7 @@ class FederatedBatchNorm3d(FederatedBatchNorm, nn.BatchNorm3d):
 class FederatedSyncBatchNorm(FederatedBatchNorm, nn.SyncBatchNorm):
     """What `torch.nn.SyncBatchNorm` becomes: any number of dimensions, nothing synchronized.
 
-    A client with several GPUs brings its moments together in `collect(model, group=...)`.
+    A client with several GPUs combines its moments in `collect(model, group=...)`.
     """
 
     plain = nn.SyncBatchNorm

@@ -1,8 +1,8 @@
 """What travels between a client and a server: updates one way, statistics the other, and sums.
 
 Statistics are a plain mapping {layer name: Running}. Their version is the sum of the layers' step
-counters, which grows with every update and is in every state_dict too: a client that loads the
-model's weights alone still answers with the right round.
+counters, which grows with every update and is in every state_dict, too. So a client that loads only the
+model's weights still replies with the right round.
 """
 
 import math
@@ -33,7 +33,7 @@ class Update(Mapping[str, Moments]):
         layers: {layer name: Moments(count, mean, var)}, float64 on the CPU.
         round: version of the statistics that the client trained with; None if not known.
         skipped: {layer name: passes left out because their moments were not finite}, where any were.
-        id: tells a message that arrives twice from two clients with equal data; None if not known.
+        id: distinguishes a message that arrives twice from two clients with equal data; None if not known.
         format: number of the message format.
     """
 
@@ -122,8 +122,8 @@ def to_sums(update: Mapping[str, Moments], shared: Mapping[str, Running]) -> dic
 def from_sums(total: Mapping[str, Sums], shared: Mapping[str, Running]) -> Update:
     """Read a total of sums as the update of one client that saw everything: merge it alone.
 
-    A variance that rounding leaves a hair below zero becomes zero; one that is clearly negative
-    stays, so that `merge` refuses the total.
+    A variance slightly below zero, from rounding, becomes zero. One that is clearly negative stays, so that
+    `merge` refuses the total.
 
     Args:
         total: {layer name: Sums} added over clients.

@@ -1,8 +1,8 @@
 """The mathematics of federated BatchNorm as pure functions: tensors in, tensors out.
 
-Everything that is *computed* lives here; layers keep state around it and servers feed it with
-what clients sent. Symbols follow the paper: client i saw K_i values per channel, with mean u_i and
-biased variance s_i^2; (m, v) are the shared running statistics and beta is the momentum.
+All formulas are here. Layers keep state around them, and servers call them with what clients sent. Symbols
+follow the paper: client i saw K_i values per channel, with mean u_i and biased variance s_i^2; (m, v) are the
+shared running statistics and beta is the momentum.
 """
 
 import math
@@ -46,7 +46,7 @@ class Running(NamedTuple):
 
 
 def measure(x: Tensor, clients: int = 1) -> Moments:
-    """Measure each client's moments: the mean and biased variance of Algorithm 2, line 4.
+    """Measure each client's mean and biased variance (Algorithm 2, line 4).
 
     Args:
         x: (clients * batch, c, ...); the clients' batches lie one after another, equally long.
@@ -82,11 +82,12 @@ def normalize(
     gradient: float | Tensor = 0.0,
     limit: float | Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Normalize with the shared statistics as constants, and measure what came in (Algorithm 2).
+    """Normalize with the shared statistics as constants, and measure the input (Algorithm 2).
 
     y = (x - m) / sqrt(v + eps) * weight + bias; no gradient flows through m and v (lines 3, 4). A share of
-    BatchNorm's gradient may hold each client's mean and scale (`norm.gradient`); y does not depend on it. A
-    limit on how far from the shared statistics a batch may come out is a brake on runaway weights.
+    BatchNorm's gradient can keep each client's mean and scale stable (`norm.gradient`); y does not depend on
+    it. A limit bounds how far a normalized batch may be from mean 0 and deviation 1, which slows runaway
+    weights.
 
     Args:
         x: (clients * batch, c, ...), the clients' batches one after another.
@@ -158,7 +159,7 @@ def with_constants(
         bias: (c,), (clients, c) or None.
         seen: moments of x, (clients, c), where a gradient's share or a limit is asked for.
         gradient: the share of BatchNorm's gradient.
-        limit: how many times wider than m and v say a batch may come out; None for any.
+        limit: the largest deviation of a normalized batch; None for no limit.
         keep: which samples count, where batches are filled up.
     """
     mean, var = (t.detach() if t.requires_grad else t for t in (running.mean, running.var))
@@ -301,7 +302,7 @@ def update_running(
 
 
 def settings_problem(momentum: float | None, eps: float) -> str | None:
-    """Why a momentum and an eps cannot be worked with, or None."""
+    """Why a momentum and an eps are not usable, or None."""
     if momentum is not None and not (isinstance(momentum, numbers.Real) and 0 < momentum <= 1):
         return f"momentum is {shown(momentum)}; it must be in (0, 1], or None for a plain average"
     if not (isinstance(eps, numbers.Real) and 0 < eps <= _LARGEST):

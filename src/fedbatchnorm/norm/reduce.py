@@ -1,7 +1,6 @@
 """Mean and variance per client and channel: as fast as the device allows, and exact.
 
-Everything else computes with the few numbers that come out of here; this is the one place that goes
-over whole activations, so it is written for speed, by device and layout.
+This is the only place that reads whole activations, so it is written for speed, by device and layout.
 """
 
 import math
@@ -100,7 +99,7 @@ def _in_float64(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
 
 
 def in_one_go(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per client and channel in one reduction, (clients, c) each."""
+    """Mean and biased variance per client and channel in a single reduction, (clients, c) each."""
     x = x.to(statistics_dtype(x)).unflatten(0, (clients, -1))
     dims = [1, *range(3, x.dim())]
     if x.device.type != "cpu":

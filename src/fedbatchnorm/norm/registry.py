@@ -1,4 +1,6 @@
-"""BatchNorm classes that do more than normalize: what comes after, by class name, so nothing is imported."""
+"""BatchNorm classes that do more than normalize, and what they do afterwards. By name, so nothing is
+imported.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +22,13 @@ def register(kind: type[_BatchNorm] | str, after: After | None = None) -> None:
     """Tell `convert` what a BatchNorm class with its own forward does after normalizing.
 
     In training a converted layer is then y = after(layer, normalized x); in evaluation the class's own
-    forward runs as it is. Subclasses that leave forward alone need nothing more. A class whose forward calls
-    `super().forward` exactly once, whatever happens, need not be registered. Register before you convert, or
-    load what was pickled, in every process. Registering again changes what is converted from then on.
+    forward runs as it is. Subclasses that do not define forward need no registration, nor does a class whose
+    forward always calls `super().forward` exactly once. Register in every process, before you convert a model
+    or load a pickled one. Registering again affects later conversions only.
 
     Args:
         kind: the class, or its module and name as a string, so that nothing is imported.
-        after: gets the layer and what it normalized, and returns what the class's forward would;
+        after: called with the layer and the normalized values; returns what the class's forward would return.
             None if its forward only normalizes.
 
     Example:
@@ -58,7 +60,7 @@ def register(kind: type[_BatchNorm] | str, after: After | None = None) -> None:
 
 
 def entry_for(kind: type) -> Entry | None:
-    """What is known of exactly this class."""
+    """What is known about exactly this class."""
     return _ENTRIES.get(full_name(kind))
 
 
@@ -73,7 +75,7 @@ def full_name(kind: type) -> str:
 
 
 def _drop_and_act(layer: nn.Module, y: Tensor) -> Tensor:
-    """What timm's layers do; the oldest have no dropout, and None for no activation."""
+    """What timm's layers do; the oldest versions have no dropout, and None instead of an activation."""
     for name in ("drop", "act"):
         module = getattr(layer, name, None)
         y = y if module is None else module(y)

@@ -1,4 +1,4 @@
-"""Whether a class's own forward calls super's exactly once, whatever happens: read from its source."""
+"""Whether a class's own forward always calls super's exactly once: read from its source."""
 
 import ast
 import functools
@@ -33,7 +33,9 @@ _METHODS = {"train", "eval", "forward", "_buffers", "_parameters", "state_dict",
 
 @functools.cache
 def reads_as_one_call(kind: type) -> str | None:
-    """None if the forward that `kind` itself defines calls `super().forward` exactly once; else a doubt."""
+    """None if the forward that `kind` itself defines calls `super().forward` exactly once; otherwise the
+    doubt.
+    """
     forward = vars(kind)["forward"]
     try:
         body = _parse(forward)

@@ -11,10 +11,10 @@ _LOW = 2.0**-32  # how far below the first grid the second one lies
 def weighted_mean(share: Tensor, values: Tensor) -> Tensor:
     """sum_i w_i x_i over rows, for weights w_i >= 0 that add up to 1; the order of rows does not matter.
 
-    With 2^e > max |x_i| every term is rounded to a multiple of 2^(e - 51). Such multiples add up without any
-    rounding, since all of them together are hardly more than 2^e: so their order cannot matter. What rounding
-    took off is added up in the same way, in multiples of 2^(e - 83), for up to a million rows. (The splitting
-    is Rump's "ExtractVector".) A row with weight 0 and values 0 is as if it were not there, to the bit.
+    With 2^e > max |x_i| every term is rounded to a multiple of 2^(e - 51). Such multiples add up without
+    rounding, since their sum is not much more than 2^e, so their order cannot matter. The remainders are
+    added up in the same way, in multiples of 2^(e - 83), for up to a million rows. (The splitting is Rump's
+    "ExtractVector".) A row with weight 0 and values 0 is as if it were not there, to the bit.
 
     Args:
         share: (n, d) float64, w_i.

@@ -1,4 +1,4 @@
-"""What a model has of BatchNorm and the like: its layers by name, those to skip, and how to tell of many."""
+"""The BatchNorm-like layers of a model: by name, those to skip, and how messages list many of them."""
 
 import difflib
 import fnmatch
@@ -21,7 +21,7 @@ _NAMED = 3  # layers that a message names before it counts the rest
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether it is torch's BatchNorm or made from it, as it is or scripted."""
+    """Whether it is torch's BatchNorm or a subclass, also if it is scripted."""
     if not isinstance(module, _KINDS):
         return False
     return isinstance(module, _BatchNorm) or "BatchNorm" in module.original_name  # pyrefly: ignore
@@ -66,7 +66,7 @@ def mark_skipped(module: nn.Module, skipped: bool) -> None:
 
 
 def to_skip(found: dict[str, nn.Module], skip: Skip) -> set[str]:
-    """The names among those found that `skip` means; an error says which name or pattern means none.
+    """The names that `skip` selects; an error says which name or pattern selects none.
 
     Args:
         found: layers by name.
@@ -114,7 +114,7 @@ def grouped(rows: Iterable[tuple[str, str, str]]) -> list[str]:
 def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module once, under its first name and without the names of wrappers.
 
-    Each round of a client walks through its model four times: hence a list and no generators within others.
+    Each round of a client walks through its model four times, so this is a list and not nested generators.
     """
     seen: set[nn.Module] = {model}
     found: list[tuple[str, nn.Module]] = [("", model)]

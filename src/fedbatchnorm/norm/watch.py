@@ -1,4 +1,4 @@
-"""Whether running statistics changed behind a layer's back: what they were when they were given to it.
+"""Whether something else than the server changed a layer's running statistics: what they were when loaded.
 
 Values are compared, because `F.batch_norm` does not raise the version of the buffers that it writes to.
 """
@@ -19,7 +19,7 @@ _BEHIND = (
 
 
 class Noted(NamedTuple):
-    """A layer's statistics as they were given to it: the tensors, and what they held."""
+    """A layer's statistics as they were loaded: the tensors and their values."""
 
     mean: Tensor
     var: Tensor
@@ -27,7 +27,7 @@ class Noted(NamedTuple):
 
 
 def note(layers: Iterable[Any]) -> None:
-    """Take what the layers' statistics are now for given; one operation for all layers of a device."""
+    """Remember the layers' current statistics as loaded; one operation for all layers of a device."""
     for group in _alike(layers):
         for layer, values in zip(group, _values(group), strict=True):
             mean, var = layer._buffers["running_mean"], layer._buffers["running_var"]
@@ -37,9 +37,9 @@ def note(layers: Iterable[Any]) -> None:
 
 
 def touched(layers: Mapping[str, Any]) -> list[str]:
-    """Names of layers whose statistics are others than when they were noted; one comparison for all.
+    """Names of layers whose statistics have changed since they were noted; one comparison for all.
 
-    Writing the same values once more is no change: DistributedDataParallel does it in every step.
+    Writing the same values again is not a change: DistributedDataParallel does it in every step.
     """
     found: list[str] = []
     for group in _alike(layer for layer in layers.values() if layer._noted is not None):
@@ -63,7 +63,7 @@ def warn_of_changes(layers: Mapping[str, Any]) -> None:
 
 
 def refuse_averaging(layers: Mapping[str, Any]) -> None:
-    """Raise an error that names a layer which is what torch's update_bn makes of it."""
+    """Raise an error that names a layer which torch's update_bn has turned into a plain BatchNorm."""
     for name, layer in layers.items():
         if layer._averaging:
             raise ValueError(

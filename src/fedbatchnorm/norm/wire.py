@@ -15,7 +15,7 @@ _HEADER = 1 << 20  # bytes of header that are read at all: thousands of layers
 
 
 class FormatError(ValueError):
-    """Bytes that are not a message of this library, or are damaged."""
+    """The bytes are not a message of this library, or are damaged."""
 
 
 def to_bytes(message: Update | Mapping[str, Running]) -> bytes:
@@ -60,8 +60,8 @@ def to_bytes(message: Update | Mapping[str, Running]) -> bytes:
 def from_bytes(data: bytes) -> Update | dict[str, Running]:
     """Read what `to_bytes` wrote. Anything else gives a `FormatError`.
 
-    The bytes are checked for form, not for truth: a NaN or a negative variance in an update comes
-    through, and `merge` gives it its verdict.
+    Only the format is checked: an update with a NaN or a negative variance is read, and `merge` gives it a
+    verdict.
     """
     header, tensors = _open(data)
     try:
@@ -81,7 +81,7 @@ def from_bytes(data: bytes) -> Update | dict[str, Running]:
 
 
 def _open(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header of ours and the tensors, each of them as large as its bytes and no larger."""
+    """Our header and the tensors; each tensor is exactly as large as its bytes."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -1,4 +1,4 @@
-"""What is drawn, as plain data: panels with series. The page draws it in the browser, `figures` in print."""
+"""Charts as plain data: panels with series. The page draws them in the browser, `figures` in print."""
 
 import statistics
 from collections.abc import Iterable
@@ -33,9 +33,9 @@ class Mark(NamedTuple):
     """A series: a line, or a cloud of points.
 
     key: its entry in the legend, the same in all panels; x, y: its points; sd: their standard deviations.
-    seeds: single runs, drawn thin, on the same x. dots: at each x, what single runs came to.
+    seeds: single runs, drawn thin, on the same x. dots: at each x, the values of single runs.
     groups: of a cloud, each point's class; sizes: its area.
-    unfinished: whether the runs go on.
+    unfinished: whether the runs are unfinished.
     """
 
     key: str
@@ -51,10 +51,10 @@ class Mark(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Axes with what is on them.
+    """Axes and what they show.
 
     kind: curves over rounds; levels, with names for ticks; points of classes; discs with areas.
-    ticks, rows: what the places 0, 1, ... of x and y are called.
+    ticks, rows: the labels of the places 0, 1, ... of x and y.
     low, high: the range of y (and for points of x), if it is fixed. choice: the level that it shows.
     detail: whether print shows it for the last choice alone. note: a line below it.
     """
@@ -74,7 +74,7 @@ class Panel(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A figure: its name (and that of its files), a description in words, and panels.
+    """A figure: its name (and that of its files), a description, and panels.
 
     choices: levels of which the page shows one at a time, the last one first; print shows `printed`.
     columns: how many panels print has in a row.
@@ -98,7 +98,7 @@ class Chart(NamedTuple):
 
 
 def accuracy_chart(group: Group, name: str) -> Chart | None:
-    """Final accuracy against heterogeneity, curves for each level, and differences of those that are near."""
+    """Final accuracy against heterogeneity, curves for each level, and differences between close curves."""
     lines, levels = group.lines(), group.levels()
     colors = line_colors(lines)
     panels = _levels_panel(
@@ -115,7 +115,7 @@ def accuracy_chart(group: Group, name: str) -> Chart | None:
 
 
 def attack_chart(group: Group, name: str) -> Chart | None:
-    """A column of panels for each scheme: what the attack does, and what each defense brings back."""
+    """A column of panels for each scheme: the effect of the attack, and of each defense."""
     levels, schemes = group.levels(), list(dict.fromkeys(line.calm() for line in group.lines()))
     conditions = list(dict.fromkeys(line.condition for line in group.lines()))
     rules = [condition for condition in conditions if condition not in _CONDITIONS]
@@ -172,7 +172,7 @@ def clouds_chart(ring: Rings, schemes: Iterable[str], name: str, beside: bool = 
 
 
 def holdings_chart(holdings: dict[str, Any], title: str, name: str) -> Chart:
-    """Who holds which classes: a disc for each client and class, its area the number of samples."""
+    """Which client holds which classes: a disc for each pair, its area the number of samples."""
     samples, classes = holdings["samples"], holdings["classes"]
     spots = [(i, c, n) for i, row in enumerate(samples) for c, n in enumerate(row) if n]
     clients, kinds, counts = ([spot[i] for spot in spots] for i in range(3))
@@ -219,7 +219,7 @@ def _levels_panel(
 
 
 def _as_median(mark: Mark, group: Group, line: Line) -> Mark:
-    """The median in place of the mean: an attacked run breaks down or does not, so runs are shown singly."""
+    """The median instead of the mean: an attacked run either breaks down or not, so single runs are shown."""
     levels = [group.levels()[int(i)] for i in mark.x]
     dots = [[_short(100 * r.summary["accuracy"]) for r in group.cells[line, level]] for level in levels]
     return mark._replace(y=[_short(statistics.median(values)) for values in dots], sd=None, dots=dots)

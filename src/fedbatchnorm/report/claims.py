@@ -1,4 +1,4 @@
-"""Sentences of the paper held against runs: rules that decide, and a verdict for each distinct claim.
+"""Claims of the paper compared with runs: the rules that decide, and a verdict for each claim.
 
 A claim has parts: a direction (who is ahead, what grows), and a number where the paper gives one. Each has a
 rule, and the text of the rule is made from the limits that decide. A claim agrees if all parts hold.
@@ -17,9 +17,9 @@ _MANY = 5  # with more places than this the worst stands for all
 
 
 class Rule(NamedTuple):
-    """A rule in words, and by how much a value keeps it: at least 0 if it holds.
+    """A rule as text, and the margin of a value: at least 0 if the rule holds.
 
-    digits: values are rounded to as many before they are judged, as they are shown.
+    digits: values are rounded to this many digits before they are judged, as they are displayed.
     """
 
     text: str
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 class Part(NamedTuple):
     """A part of a claim, judged.
 
-    holds: None where runs are missing or nothing can be compared. whole: whether it was run at all places.
+    holds: None if runs are missing or nothing can be compared. whole: whether it was run at all places.
     """
 
     kind: Literal["direction", "number"]
@@ -96,7 +96,7 @@ class Study(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, how it is judged, and why it may come out otherwise."""
+    """A sentence of the paper, how it is judged, and why results may differ."""
 
     where: str
     says: str
@@ -105,7 +105,7 @@ class Claim(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A claim with its parts as judged."""
+    """A claim with its judged parts."""
 
     claim: Claim
     parts: list[Part]
@@ -129,7 +129,7 @@ def judge(claims: Iterable[Claim], study: Study) -> list[Finding]:
 def study_of(
     scale: Scale, groups: Iterable[tuple[Group, Entry | None]], ring: Rings | None, figures: tuple[str, ...]
 ) -> Study:
-    """What of the paper's was run at a scale."""
+    """Which of the paper's figures were run at a scale."""
     gamma, attacks = None, {}
     for group, entry in groups:
         if entry is None or entry.scale != scale:
@@ -173,7 +173,7 @@ def _part(kind: Literal["direction", "number"], rule: Rule, places: Iterable[Pla
 
 
 def line(scheme: str, condition: str = "", rule: bool = False) -> Line:
-    """One of the paper's lines: a scheme as it is usual, and the condition; `rule` if that is a defense."""
+    """One of the paper's lines: a scheme with usual settings, and its condition; `rule` for a defense."""
     return Line(scheme, (), condition, (None, None) if rule else (None,))
 
 

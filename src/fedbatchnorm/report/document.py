@@ -1,4 +1,4 @@
-"""The report as one document: what is said, drawn and tabulated. `page` and `markdown` render it."""
+"""The report as one document: text, figures and tables. `page` and `markdown` render it."""
 
 import re
 from collections import Counter
@@ -40,7 +40,7 @@ class Claims(NamedTuple):
     findings: list[Finding]
 
     def counted(self) -> str:
-        """How many claims came out how, in words."""
+        """How many claims agree, partly agree, and do not, as text."""
         verdicts = Counter[str](finding.verdict() for finding in self.findings)
         words = {
             "yes": ("agrees", "agree"),
@@ -54,7 +54,7 @@ class Claims(NamedTuple):
 
 
 class Document(NamedTuple):
-    """All that a report says."""
+    """The content of a report."""
 
     headline: str
     counted: str
@@ -117,7 +117,7 @@ def _claims(entries: list[tuple[Group, Entry | None]], on_ring: list[Rings]) -> 
 
 
 def _ring_sections(ring: Rings) -> list[Section]:
-    """Figures 1 and 2, where a ring has their runs; else one section on what was run."""
+    """Figures 1 and 2, if their runs are there; otherwise one section on what was run."""
     figures, gamma = ring_figures(ring), min(ring.levels())
     run = ring.example
     here = [scheme for scheme in ring.schemes() if (scheme, gamma) in ring.cells]
@@ -218,7 +218,7 @@ def _seeds(group: Group) -> str:
 
 
 def _told_apart(parts: list[tuple[Section, Group, Entry | None]]) -> list[Section]:
-    """Sections on training, with what sets them apart in the title, where they are no figure of the paper.
+    """Sections on training; if they are not a figure of the paper, the title says how they differ.
 
     That is what differs from most of the groups on the same data, or from others of the same title.
     """
@@ -256,7 +256,7 @@ def _with_names(sections: list[Section]) -> list[Section]:
 
 
 def _holdings(groups: Iterable[Group]) -> list[Chart]:
-    """Who holds which classes: one picture for each way of splitting, of the first seed."""
+    """Which client holds which classes: one picture for each partition, of the first seed."""
     found: dict[str, Chart] = {}
     for group in groups:
         for (_, level), results in sorted(group.cells.items(), key=lambda cell: -(cell[0][1] or 0)):

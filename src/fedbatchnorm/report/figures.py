@@ -1,4 +1,4 @@
-"""Charts in print, drawn with matplotlib: one style, and labels at the lines' ends."""
+"""Charts in print, drawn with matplotlib in one style, with labels at the lines' ends."""
 
 import functools
 import io
@@ -13,32 +13,8 @@ from matplotlib.figure import Figure
 
 from ..storage.files import write_bytes
 from .charts import Chart, Mark, Panel, holdings_chart
+from .palette import CLASSES, COLORS, EDGE, GRID, INK, SOFT
 
-# Dark enough to be read as text on white; told apart by the color-blind with the help of dashes and markers.
-COLORS = (
-    "#1b1f24",
-    "#0062a8",
-    "#8a5f00",
-    "#c2341d",
-    "#00755a",
-    "#9b2f83",
-    "#5b3fa8",
-    "#7b4a2a",
-    "#5d6b16",
-    "#6b7280",
-)
-CLASSES = (
-    "#332288",
-    "#5aa5d6",
-    "#2f9485",
-    "#117733",
-    "#85852a",
-    "#c4a83f",
-    "#c25468",
-    "#882255",
-    "#a33f93",
-    "#7d7d7d",
-)
 LINES: tuple[Any, ...] = (
     (0, (6, 2)),
     "-",
@@ -60,12 +36,13 @@ _STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#8c959f",
-    "axes.labelcolor": "#424a53",
-    "xtick.color": "#424a53",
-    "ytick.color": "#424a53",
+    "axes.edgecolor": EDGE,
+    "axes.labelcolor": SOFT,
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
     "axes.grid": True,
-    "grid.color": "#d8dee4",
+    "grid.color": GRID,
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "axes.unicode_minus": False,
@@ -110,7 +87,7 @@ def draw(chart: Chart) -> Figure:
 
 @styled
 def holdings_figure(holdings: dict[str, Any], title: str) -> Figure:
-    """Who holds which classes: a disc for each client and class, its area the number of samples."""
+    """Which client holds which classes: a disc for each pair, its area the number of samples."""
     return draw(holdings_chart(holdings, _printable(title), "holdings"))
 
 
@@ -137,8 +114,8 @@ def svg(figure: Figure) -> str:
 def _size(panels: list[Panel], columns: int) -> tuple[float, float]:
     """Width of the figure and height of a row, in inches."""
     if panels[0].kind == "discs":
-        most = max(len(panels[0].ticks or ()), len(panels[0].rows or ()))
-        return max(2.8, 0.28 * most), max(2.8, 0.28 * most)
+        columns, rows = len(panels[0].ticks or ()), len(panels[0].rows or ())
+        return max(3.4, 1 + 0.26 * columns), max(2.8, 1 + 0.26 * rows)
     if panels[0].kind == "points":
         return 2.9 * columns, 3.1
     return max(4.9 * columns, 5.5), 3.4
@@ -146,13 +123,14 @@ def _size(panels: list[Panel], columns: int) -> tuple[float, float]:
 
 def _curves(axis: Axes, panel: Panel) -> None:
     ends = []
-    for mark in panel.marks:
+    for i, mark in enumerate(panel.marks):
         style = {"color": COLORS[mark.color], "linestyle": LINES[mark.color]}
         width = 1.0 if mark.unfinished else 1.7
         for curve in mark.seeds or []:
             axis.plot(mark.x, curve, linewidth=0.6, alpha=0.45, color=style["color"])
         every = max(1, len(mark.x) // 8)
-        marker = {"marker": MARKERS[mark.color], "markersize": 3.2, "markevery": every}
+        start = i * every // len(panel.marks)  # curves that lie on each other show their markers in turn
+        marker = {"marker": MARKERS[mark.color], "markersize": 3.6, "markevery": (start, every)}
         axis.plot(mark.x, mark.y, linewidth=width, **style, **marker)
         if mark.sd:
             low, high = _edges(mark)
@@ -161,15 +139,17 @@ def _curves(axis: Axes, panel: Panel) -> None:
     axis.set_ylim(panel.low, panel.high)
     if panel.low is not None and panel.low < 0:
         xs = [x for mark in panel.marks for x in mark.x]
-        axis.plot([min(xs), max(xs)], [0, 0], color="#57606a", linewidth=0.8)
+        axis.plot([min(xs), max(xs)], [0, 0], color=SOFT, linewidth=0.8)
     _label_ends(axis, ends, panel)
 
 
 def _levels(axis: Axes, panel: Panel) -> None:
     for mark in panel.marks:
         style = {"color": COLORS[mark.color], "linestyle": LINES[mark.color], "marker": MARKERS[mark.color]}
+        # The reference is a large open square, in which another line's marker can be seen.
+        style |= {"markersize": 8, "markerfacecolor": "none"} if mark.color == 0 else {"markersize": 4.5}
         errors = [sd or 0.0 for sd in mark.sd] if mark.sd else None
-        axis.errorbar(mark.x, mark.y, errors, capsize=3, markersize=4.5, linewidth=1.6, **style)
+        axis.errorbar(mark.x, mark.y, errors, capsize=3, linewidth=1.6, **style)
         for x, values in zip(mark.x, mark.dots or [], strict=False):
             if len(values) > 1:
                 axis.scatter([x] * len(values), values, s=7, color=style["color"], alpha=0.55, linewidths=0)
@@ -202,7 +182,7 @@ _DRAW = {"curves": _curves, "levels": _levels, "points": _points, "discs": _disc
 
 
 def _label_ends(axis: Axes, marks: list[Mark], panel: Panel) -> None:
-    """Each line's name at its end, moved apart where they would lie on each other."""
+    """Each line's name beside the axes, at the height of its end; names are moved apart if they overlap."""
     low, high = axis.get_ylim()
     step = 0.062 * (high - low)
     ends = sorted(
@@ -211,24 +191,22 @@ def _label_ends(axis: Axes, marks: list[Mark], panel: Panel) -> None:
     places = spread_out([y for y, _ in ends], step, low, high)
     right = max((mark.x[-1] for mark in marks if mark.x), default=1)
     left = min((mark.x[0] for mark in marks if mark.x), default=0)
-    longest = max((len(_printable(m.key)) for m in marks), default=0)
-    axis.set_xlim(
-        left - 0.03 * (right - left or 1), right + (right - left or 1) * (0.06 + 0.0185 * min(longest, 30))
-    )
+    kept = [t for t in axis.get_xticks() if left <= t <= right]
+    margin = 0.03 * (right - left or 1)
+    axis.set_xlim(left - margin, right + margin)
     for place, (_, i) in zip(places, ends, strict=True):
         text = _printable(marks[i].key)
-        short = text if len(text) <= 30 else text[:29] + "…"
         axis.annotate(
-            short,
-            (right, place),
-            (6, 0),
+            text if len(text) <= 30 else text[:29] + "…",
+            (1, place),
+            (4, 0),
+            xycoords=("axes fraction", "data"),
             textcoords="offset points",
             va="center",
             color=COLORS[marks[i].color],
             fontsize=8.5,
             annotation_clip=False,
         )
-    kept = [t for t in axis.get_xticks() if left <= t <= right]
     if panel.ticks is None:
         axis.set_xticks(kept)
 
@@ -271,5 +249,5 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _printable(text: object) -> str:
-    """What a file's text says, without characters that a font cannot show."""
+    """A text without characters that a font cannot show."""
     return "".join(c if c.isprintable() else "?" for c in str(text))

@@ -1,8 +1,8 @@
-"""Results brought together: what can be compared makes a group, and each of its cells holds the seeds' runs.
+"""Groups of comparable results; each cell of a group has the runs of its seeds.
 
-A group is keyed by what its runs have in common. Its lines are schemes, each with the settings of its own
-that set it apart, and under attack with the server's rule. Lines are values, never texts: labels are made
-from them and not read back.
+The key of a group is what its runs have in common. Its lines are schemes, each with the settings that
+distinguish it, and under attack with the server's rule. Lines are values, not texts: labels are made from
+them and never parsed.
 """
 
 import statistics
@@ -45,7 +45,7 @@ class Spread(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A scheme with the settings of its own that are not usual, and under attack the condition.
+    """A scheme with its settings that are not usual, and under attack the condition.
 
     source: the hashes of a scheme and a rule of the user's own.
     """
@@ -66,7 +66,7 @@ class Group:
 
     key: what they share.
     parameter: the name of the heterogeneity's level, such as gamma; None if there is none.
-    cells: the seeds' finished runs; `begun` has those that are not finished.
+    cells: the finished runs of the seeds; `begun` has unfinished ones.
     """
 
     key: Key
@@ -101,7 +101,7 @@ class Group:
         return rounds, [Spread.of(list(values)) for values in zip(*curves, strict=True)]
 
     def label(self, line: Line) -> str:
-        """What a line is called: the scheme's title, what sets it apart, and the condition."""
+        """The label of a line: the scheme's title, its distinguishing settings, and the condition."""
         return ", ".join(filter(None, (self._labels[line.calm()], line.condition)))
 
     @cached_property
@@ -122,7 +122,7 @@ class Group:
         return found
 
     def _apart(self, line: Line, others: Iterable[Line]) -> list[str]:
-        """The settings that set a line apart from others of its scheme, or from what is usual, in words."""
+        """The settings that distinguish a line from others of its scheme, or from usual settings, as text."""
         alike = [dict(o.settings) for o in others if (o.scheme, o.source) == (line.scheme, line.source)]
         settings = dict(line.settings)
         varying = {n for n in SETTINGS if len({repr(found.get(n, "usual")) for found in alike}) > 1}
@@ -142,7 +142,7 @@ class Group:
 
 
 def comparisons(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -> list[Group]:
-    """The runs without Byzantine clients and defenses, brought together; in the order dataset, partition."""
+    """The runs without Byzantine clients and defenses, in groups; ordered by dataset and partition."""
     found: dict[Any, Group] = {}
     for one in sorted([*results, *unfinished], key=lambda r: r.config.seed):
         run = one.config
@@ -155,7 +155,7 @@ def comparisons(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()
 
 
 def attacked(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -> list[Group]:
-    """The runs with Byzantine clients or a defense, a group for each attack, beside the undisturbed ones."""
+    """The runs with Byzantine clients or a defense, a group for each attack, with the runs without attack."""
     everything = sorted([*results, *unfinished], key=lambda r: r.config.seed)
     facts = [(one, one.config, _shared(one.config)) for one in everything if isinstance(one.config, Run)]
     found: dict[Any, Group] = {}
@@ -173,7 +173,7 @@ def attacked(results: Iterable[Result], unfinished: Iterable[Unfinished] = ()) -
 
 
 def _add_calm(group: Group, plain: list[tuple[Any, Run, Key]]) -> None:
-    """Beside the runs of a group, the same without attack, and as many clients as are honest in it."""
+    """Add the same runs without attack to a group, and those with the honest clients only."""
     schemes, levels = {line.calm() for line in group.lines()}, set(group.levels())
     shared = {k: v for k, v in group.key if k not in ("byzantine", "attack", "targets", "attack's source")}
     alone = shared | {"clients": str(group.example.honest())}
@@ -229,7 +229,7 @@ class Rings(NamedTuple):
 
 
 def rings(results: Iterable[Result]) -> list[Rings]:
-    """The runs on the ring, brought together: one for each setting, the most runs first."""
+    """The runs on the ring: a group for each setting, the one with the most runs first."""
     found: dict[Any, Rings] = {}
     for result in sorted(results, key=lambda r: r.config.seed):
         config = result.config
@@ -250,7 +250,7 @@ def shared_curves(results: list[Result]) -> tuple[list[int], list[list[float]]]:
 
 
 def setting(group: Group) -> str:
-    """What was run, in words: the usual settings by what they are called, all others by value."""
+    """What was run, as text: usual settings by name, all others by value."""
     run = group.example
     text = f"{run.title('dataset')}, {run.title('model')}, {run.clients} clients, batch {run.batch}, "
     text += f"{run.rounds} rounds"
@@ -267,7 +267,7 @@ def setting(group: Group) -> str:
 
 
 def level_name(group: Group, level: Level) -> str:
-    """A level in words: gamma 0.1; the partition's name where there is none."""
+    """A level as text: gamma 0.1; the partition's name if there is none."""
     return group.example.title("partition") if level is None else f"{group.parameter} {level:g}"
 
 
@@ -308,7 +308,7 @@ def _order(group: Group) -> tuple[Any, ...]:
 
 
 def _rank(line: Line) -> tuple[Any, ...]:
-    """Where a line comes: schemes in the order of their table, undisturbed first, then undefended."""
+    """The order of lines: schemes as in their table, first without attack, then without defense."""
     names = list(SCHEMES)
     conditions = ("", *CALM, NO_DEFENSE)
     place = conditions.index(line.condition) if line.condition in conditions else len(conditions)

@@ -1,4 +1,4 @@
-"""One sentence that says what was compared and what came out: facts from the results alone."""
+"""One sentence that says what was compared and the result, from the results alone."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from .tables import attack_name
 
 
 def headline(groups: list[Group], attacked: list[Group], rings: list[Rings]) -> str:
-    """The sentence, on the group with the most finished runs; on attacks or the ring where there is none."""
+    """The sentence, on the group with the most finished runs; on attacks or the ring if there is none."""
     groups = [group for group in groups if group.cells]
     attacked = [group for group in attacked if group.cells]
     if groups:
@@ -90,7 +90,7 @@ def _of_ring(ring: Rings) -> str:
 
 
 def _ends(group: Group, level: Level) -> list[_End]:
-    """What the lines end at, the best first."""
+    """The final values of the lines, the best first."""
     found = [(group.label(line), group.final(line, level)) for line in group.lines()]
     ends = [_End(label, spread) for label, spread in found if spread is not None]
     return sorted(ends, key=lambda end: -end.spread.mean)

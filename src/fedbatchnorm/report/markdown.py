@@ -1,6 +1,6 @@
 """The document as one Markdown page: the headline, the paper's claims, figures and tables, and what was run.
 
-The same results give the same bytes, so that a test can hold the page against them.
+The same results give the same bytes, so that a test can compare the page with them.
 """
 
 import re
@@ -75,7 +75,7 @@ def _head(document: Document, title: str) -> str:
 
 
 def _claims(claims: Claims) -> str:
-    """Every claim of the paper that can be held against runs, and what the runs say."""
+    """Every claim of the paper that can be compared with runs, and the result."""
     where = " at small scale" if claims.scale == "small" else ""
     text = (
         f'The paper is "{ARTICLE}" ({AUTHORS}). {claims.counted()} A claim agrees if all of its rules hold '
@@ -117,7 +117,7 @@ def _section(section: Section, folder: Path) -> str:
 
 
 def _coverage(training: list[Result]) -> str:
-    """Of each figure's cells, how many have been run, with how many seeds."""
+    """How many of each figure's cells have been run, with how many seeds."""
     seeds: dict[Run, int] = {}
     for result in training:
         if isinstance(result.config, Run) and result.config.precision in ("tf32", "bf16"):

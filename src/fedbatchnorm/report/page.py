@@ -1,4 +1,4 @@
-"""The document as one self-contained HTML page: figures that answer to the mouse, claims, every run."""
+"""The document as one self-contained HTML page: interactive figures, claims, every run."""
 
 import base64
 import csv
@@ -32,7 +32,7 @@ def write_report(*places: Path, out: Path | None = None, found: Gathered | None 
 
     Args:
         places: folders of run folders, and files of runs.
-        out: where the page goes; `report` in the first place if not given.
+        out: the folder of the page; `report` in the first of the places if not given.
         found: what `gather` found in these places, if it is at hand.
 
     Returns:
@@ -73,7 +73,7 @@ def write_files(chart: Chart, folder: Path) -> list[str]:
 
 
 def as_csv(chart: Chart) -> str:
-    """What a chart shows, a line for each point; texts that a spreadsheet would run are quoted.
+    """The data of a chart, a line for each point; texts that a spreadsheet would execute are quoted.
 
     Example:
         >>> from fedbatchnorm.report.charts import Mark, Panel
@@ -95,7 +95,7 @@ def as_csv(chart: Chart) -> str:
 
 
 def machines(results: list[Result]) -> list[dict[str, Any]]:
-    """On what, with what, and how long a training run took: a line for each machine, engine and commit."""
+    """Machines and duration of training runs: a line for each machine, engine and commit."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         last = result.environment[-1]
@@ -120,7 +120,7 @@ def machines(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def _figure(chart: Chart) -> Markup:
-    """Where the page's script draws a chart, with the chart's data."""
+    """The element in which the page's script draws a chart, with the chart's data."""
     panels = [{k: _lean(v) for k, v in panel._asdict().items() if v is not None} for panel in chart.panels]
     data = json.dumps({"choices": chart.choices, "panels": panels}, separators=(",", ":"))
     for character in "<>&\u2028\u2029":  # so that no text can end the element
@@ -133,7 +133,7 @@ def _figure(chart: Chart) -> Markup:
 
 
 def _lean(value: Any) -> Any:
-    """Marks without what they do not have."""
+    """Marks without their empty fields."""
     if isinstance(value, list) and value and hasattr(value[0], "_asdict"):
         return [
             {k: v for k, v in mark._asdict().items() if v is not None and v is not False} for mark in value

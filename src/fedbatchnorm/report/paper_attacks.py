@@ -1,7 +1,7 @@
 """What the paper says of Byzantine clients (section 5), as claims with rules.
 
-Its text is about the median and gamma; what it says of robust rules in general is held against the appendix,
-too (trimmed means, Dirichlet's alpha).
+Its text is about the median and gamma; what it says about robust rules in general is also compared with the
+appendix (trimmed means, Dirichlet's alpha).
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def _against(
 ) -> list[Place | None]:
     """At each cell, how far the defended scheme is behind another: under a condition, or defended, too.
 
-    A place is named by what of attack, rule and level the cells do not share.
+    A place is named by the attack, rule or level in which the cells differ.
     """
     attacks, rules = {c.group.example.attack for c in cells}, {c.rule for c in cells}
     found = []

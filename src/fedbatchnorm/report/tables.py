@@ -19,7 +19,7 @@ class Table(NamedTuple):
 
 
 def percent_or_dash(spread: Spread | None) -> str:
-    """How a table shows a cell; - is not run."""
+    """A cell of a table; - means not run."""
     return "-" if spread is None else spread.percent()
 
 
@@ -58,7 +58,7 @@ def ring_table(ring: Rings) -> Table:
 
 
 def attack_words(group: Group) -> str:
-    """Who attacks what, in words.
+    """Who attacks what, as text.
 
     Example:
         >>> from fedbatchnorm.experiments import Run
@@ -76,7 +76,7 @@ ATTACKS = {"sf": "sign flipping", "foe": "fall of empires", "alie": "a little is
 
 
 def attack_name(run: object) -> str:
-    """An attack's name in words; with its factor, if it has one."""
+    """An attack's full name, with its factor if it has one."""
     title = run.title("attack")  # pyrefly: ignore
     name, _, factor = title.partition(":")
     return ATTACKS.get(name, name) + (f" (factor {factor})" if factor else "")

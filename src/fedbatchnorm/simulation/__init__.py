@@ -1,1 +1,1 @@
-"""Federated training on one device, a whole round in one pass. Needs torch and numpy alone."""
+"""Federated training on one device, with a whole round in one pass. Needs torch and numpy only."""

@@ -1,8 +1,8 @@
-"""Clients abreast: local steps that many clients take in one pass, each with its own weights.
+"""Clients abreast: many clients take a local step in one pass, each with its own weights.
 
-A batch holds the batches of all of them, one after another, and the model's parameters have a leading client
-axis (`stacked`): one forward and one backward pass, one optimizer's step. On a CUDA GPU several steps are one
-CUDA graph. It takes batches of one length; what a round has besides is for the lanes.
+The batches of all clients are concatenated, and the model's parameters have a leading client axis
+(`stacked`). One forward and backward pass and one optimizer step do a step of all clients. On a CUDA GPU
+several steps are one CUDA graph. All batches must have the same length; the rest of a round is done in lanes.
 """
 
 import torch
@@ -53,7 +53,7 @@ class Abreast:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def capture(self, phase: Phase, steps: int, unroll: int) -> None:
-        """Capture the graphs that so many steps need; what is in the rows is lost."""
+        """Capture the graphs for this number of steps; the content of the rows is lost."""
         if self.machine.replays and steps >= unroll:
             self._graph(phase, unroll)
         if self.machine.replays and steps % unroll:
@@ -62,7 +62,8 @@ class Abreast:
     def train(
         self, rows: Rows, batches: Batches, phase: Phase, first: int, steps: int, seed: int, unroll: int
     ) -> None:
-        """Whole batches of all clients of a round, in as many passes as it takes; changes the rows.
+        """Train on the whole batches of all clients of a round, in as many passes as needed; changes the
+        rows.
 
         Args:
             rows: what the clients of the round were sent; losses are sums over steps here.
@@ -85,7 +86,7 @@ class Abreast:
     def _copy(self, rows: Rows, start: int, back: bool) -> None:
         """Clients of the round from `start` on: into the pass, or back.
 
-        The last pass may have places left over; what is there is trained, too, and ignored.
+        The last pass may have unused places; they are trained, too, and ignored.
         """
         if self.rows is rows:
             return

@@ -1,8 +1,8 @@
-"""Byzantine clients, and a server that expects them: what is sent in a round, and what becomes of it.
+"""Byzantine clients and the server's defense: what is sent in a round, and how it is aggregated.
 
 Byzantine clients hold no data. They know what the honest clients send, and all send the same. They replace
-their rows of running means, running variances and gradients, as the server forms them, after its verdicts: so
-that only the aggregator is measured.
+their rows of running means, running variances and gradients on the server, after its verdicts, so that only
+the aggregator is tested.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def server_rule(recipe: Recipe) -> Rule:
 
 
 def needs_host(recipe: Recipe) -> str | None:
-    """Why a round cannot be captured as a CUDA graph: its attack or rule asks the host; None if it can."""
+    """Why a round cannot be captured as a CUDA graph: its attack or rule needs the host; None if it can."""
     asks = recipe.attack != "none" and recipe.the_attack().needs_host
     if asks or (recipe.defense != "none" and recipe.the_defense(recipe.byzantine).needs_host()):
         return f"{recipe.attack} against {recipe.defense} needs the host in every round"
@@ -42,7 +42,7 @@ def with_lies(honest: Tensor, recipe: Recipe, what: str, rule: Rule, step: int) 
 
     Args:
         honest: (h, d).
-        recipe: how many clients are Byzantine, and how they attack what.
+        recipe: how many clients are Byzantine, and what they attack in which way.
         what: means, variances or gradients.
         rule: the server's, which some attacks know.
         step: the round.
@@ -111,8 +111,9 @@ def through_rule(
 
 
 def robust_update_of(rows: Tensor, recipe: Recipe, step: int) -> Tensor:
-    """What the server makes of all clients' updates, of which the honest ones are (h, d); NaN where training
-    has diverged."""
+    """The server's aggregate of all clients' updates, of which the honest ones are (h, d); NaN if training
+    has diverged.
+    """
     rule, fine = server_rule(recipe), rows.isfinite().all()
     sent = with_lies(torch.where(fine, rows, 0), recipe, "gradients", rule, step)
     return torch.where(fine, rule(sent), torch.nan)
@@ -138,10 +139,10 @@ def client_gradients(
         x: (h, batch, ...), the clients' inputs.
         y: (h, batch).
         chunk: clients at a time.
-        half: compute in bfloat16 where that does no harm.
+        half: compute in bfloat16 where that is safe.
         stacked: parameters of each client, by name, (h, ...); the model's own for all if not given.
-        weights: (h, batch), what each sample weighs in its client's loss, 0 for those that fill up a batch;
-            all the same if not given.
+        weights: (h, batch), the weight of each sample in its client's loss, 0 for padding; equal if not
+            given.
 
     Returns:
         Gradients (h, P), flattened in the order of the parameters, and losses (h,).

@@ -1,7 +1,7 @@
-"""What a round asks of the device: its random numbers, its arithmetic, and how it runs fast on a GPU.
+"""Everything that depends on the device: random numbers, arithmetic, and running fast on a GPU.
 
-The fast way is a wrapper around the same round: its passes are compiled, and all that it does on the device
-is captured once as a CUDA graph and replayed, so that the host only hands over the round's batches and seed.
+The fast way wraps the same round: its passes are compiled, and everything that it does on the device is
+captured once as a CUDA graph and replayed. The host only passes the round's batches and seed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _RECOMPILATIONS = 256  # torch's limit is for one run, and a process makes many
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """What modules such as dropout draw from may be seeded inside; the caller's state comes back."""
+    """Inside, the random state of modules such as dropout may be seeded; the caller's state is restored."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda):
         mps = torch.mps.get_rng_state() if device.type == "mps" else None
@@ -40,7 +40,7 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 
 
 def set_seed(device: torch.device, seed: int) -> None:
-    """Seed what modules such as dropout draw from, on the CPU and on the device."""
+    """Seed the random state of modules such as dropout, on the CPU and on the device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -51,7 +51,7 @@ def set_seed(device: torch.device, seed: int) -> None:
 
 @contextlib.contextmanager
 def arithmetic(device: torch.device, precision: str) -> Iterator[None]:
-    """TF32 on or off on a GPU, and as it was before when done."""
+    """TF32 on or off on a GPU; the previous setting is restored."""
     if device.type != "cuda":
         yield
         return
@@ -68,7 +68,7 @@ def arithmetic(device: torch.device, precision: str) -> Iterator[None]:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled, once for a process: runs after the first find it ready."""
+    """Compile the function, once for each process; later runs reuse it."""
     fast = torch.compile(function, dynamic=False, backend=fused_inductor)
 
     @functools.wraps(function)
@@ -101,17 +101,17 @@ class Machine:
 
     @property
     def engine(self) -> str:
-        """How rounds run, in words."""
+        """How rounds run, as text."""
         return "CUDA graphs" if self.replays else "compiled" if self.compiles else "eager"
 
     @property
     def fuses(self) -> bool:
-        """Whether FBN's one-pass kernels can be had."""
+        """Whether FBN's one-pass kernels are available."""
         return self.replays and has_triton()
 
     @property
     def abreast(self) -> bool:
-        """Whether clients that train with weights of their own go through one pass where they can."""
+        """Whether clients with weights of their own go through one pass where possible."""
         if self._abreast is not None:
             return self._abreast
         if self.device.type == "cpu":
@@ -139,7 +139,7 @@ class Machine:
         return tensor.to(self.device, non_blocking=True)
 
     def go_eager(self, why: str | Exception) -> None:
-        """From here on, one operation after another; a warning says why."""
+        """Switch to eager mode from now on; a warning says why."""
         self.compiles = self.replays = False
         if isinstance(why, Exception):
             why = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
@@ -178,15 +178,16 @@ _Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # the graph, its input,
 class Replay:
     """A round on the device as a CUDA graph: captured at its first call for each setting, then replayed.
 
-    A setting (phase, learning rate) is baked into its graph; what changes from round to round is the batches,
-    which are copied into the graph's own input, and the seed, which the graph reads when it is replayed.
+    A setting (phase, learning rate) is fixed in its graph. From round to round only the batches change, which
+    are copied into the graph's own input, and the seed, which the graph reads when it is replayed.
     """
 
     def __init__(self, work: Callable[..., Tensor], state: Callable[[], dict[str, Tensor]]):
         """Set up without capturing anything yet.
 
         Args:
-            work: (*setting, index) -> loss; all that a round does on the device, without waiting for it.
+            work: (*setting, index) -> loss; everything that a round does on the device, without waiting for
+                it.
             state: every tensor that the work changes.
         """
         self._work, self._state = work, state
@@ -260,7 +261,7 @@ def capture(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Nothing is collected in the middle: an old run's graph, destroyed then, would spoil the capture."""
+    """Disable garbage collection: destroying an old run's graph would spoil the capture."""
     gc.collect()
     before = gc.isenabled()
     gc.disable()

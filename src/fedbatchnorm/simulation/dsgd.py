@@ -24,13 +24,13 @@ class DistributedSGD:
     """A round of distributed SGD with client momentum (the paper's algorithm)."""
 
     def __init__(self, federation: Federation, machine: Machine, chunk: int | None):
-        """Set up momentum, and how many clients go into a pass.
+        """Set up momentum, and the number of clients in a pass.
 
         Args:
             federation: model, clients and recipe.
             machine: how rounds run.
-            chunk: clients in one pass. All of them, unless on a CPU, where passes whose activations stay in
-                the cache are faster; for `centralized` always all.
+            chunk: clients in one pass. By default all of them on a GPU; on a CPU as many as fit into the
+                cache, which is faster. For `centralized` always all.
         """
         self.federation, self.machine, self.recipe = federation, machine, federation.recipe
         recipe, device = self.recipe, federation.device
@@ -84,7 +84,7 @@ class DistributedSGD:
         return self._work(phase, rate, index.to(machine.device, non_blocking=True))
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next round depends on: weights, statistics, momentum."""
+        """Everything that the next round depends on: weights, statistics, momentum."""
         velocity = {f"velocity.{i}": v for i, v in enumerate(self.velocity)}
         state = {f"model.{k}": v for k, v in self.federation.model.state_dict().items()}
         return state | velocity | self.federation.own_state()
@@ -94,7 +94,7 @@ class DistributedSGD:
         copy_state(self.state(), state)
 
     def _work(self, phase: Phase, rate: float | Tensor, index: Tensor) -> Tensor:
-        """All that a round does on the device: every client's pass, the server's step, the statistics."""
+        """What a round does on the device: the clients' passes, the server's step, the statistics."""
         recipe, layers = self.recipe, self.federation.layers
         for layer, settings in zip(layers.values(), self.federation.settings(rate), strict=True):
             layer.start(phase, settings)

@@ -1,8 +1,8 @@
-"""FedAvg: a cohort of clients trains for several steps each, and the server averages what comes back.
+"""FedAvg: a cohort of clients trains for several steps each, and the server averages the results.
 
-Clients run side by side, in one pass (`abreast`) where they can, else in lanes (`lanes`). What a client was
-sent, and what it hands back, are rows of matrices as large as the cohort; only what clients keep from one of
-their rounds to the next takes memory for all of them.
+Clients run side by side, in one pass (`abreast`) if possible, otherwise in lanes (`lanes`). What clients are
+sent and what they return are rows of matrices as large as the cohort. Only what clients keep between their
+rounds takes memory for all of them.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class FedAvg:
         Args:
             federation: model, clients and recipe.
             machine: how rounds run.
-            chunk: clients side by side; if not given, ten lanes on a GPU, or five where a batch is large, and
-                as many in a pass as fill it.
+            chunk: clients side by side. By default ten lanes on a GPU, or five if batches are large, and as
+                many in a pass as fill it.
         """
         self.federation, self.machine, self.recipe = federation, machine, federation.recipe
         refuse_other_buffers(federation)
@@ -75,7 +75,8 @@ class FedAvg:
         self._stackable = can_be_stacked(federation, machine, self.packing)
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next round depends on: weights, statistics, the server's and the clients' own state.
+        """Everything that the next round depends on: weights, statistics, the server's and the clients' own
+        state.
 
         Vectors are in the order of the model's parameters, whatever the layout that this device works with.
         """
@@ -106,7 +107,7 @@ class FedAvg:
 
     @contextlib.contextmanager
     def as_client(self, client: int) -> Iterator[None]:
-        """The model as a client has it, with what it keeps to itself."""
+        """The model of a client, with its local parts."""
         before = self.weights.clone(), self.statistics.clone()
         try:
             self._become(client)
@@ -117,7 +118,7 @@ class FedAvg:
 
     @contextlib.contextmanager
     def evaluating(self, step: int) -> Iterator[None]:
-        """The model as it is evaluated after `step` rounds: some schemes measure once more for it."""
+        """The model for the evaluation after `step` rounds; for it some schemes measure once more."""
         phase = self._phase(max(0, step - 1))
         if phase.survey is None or not phase.survey.again or not step or not self.federation.layers:
             yield
@@ -134,7 +135,7 @@ class FedAvg:
         return self.federation.scheme.phase(step, self.recipe.switch_step())
 
     def _surveyed(self, step: int, phase: Phase, how: Survey) -> Moments:
-        """What the clients of a round measure in a pass of their own, each with what it keeps to itself."""
+        """What the clients of a round measure in a separate pass, each with its local parts."""
         weights = self.weights.clone()
         try:
             return survey(self.federation, self.machine, step, phase, how, self._become)
@@ -142,7 +143,7 @@ class FedAvg:
             self.weights.copy_(weights)
 
     def _become(self, client: int) -> None:
-        """Put what a client keeps to itself into the model."""
+        """Put a client's local parts into the model."""
         if len(self.own_weights):
             self.weights[self.places] = self.own_weights[client]
         if len(self.own_statistics):
@@ -166,7 +167,7 @@ class FedAvg:
         return shares @ rows.losses
 
     def _trained_somehow(self, clients: Tensor, work: Work, phase: Phase, step: int) -> Rows:
-        """What the clients of a round hand back; where the fast way fails, by the next one."""
+        """What the clients of a round return; if the fast way fails, by the next one."""
         try:
             return self._trained(clients, work, phase, step)
         except Exception as error:  # nothing has changed yet but the lanes and the rows
@@ -199,7 +200,7 @@ class FedAvg:
         return self._abreast
 
     def _trained(self, clients: Tensor, work: Work, phase: Phase, step: int) -> Rows:
-        """What the clients of a round hand back."""
+        """What the clients of a round return."""
         federation, machine, recipe = self.federation, self.machine, self.recipe
         short = bool(((work.sizes > 0) & (work.sizes < recipe.batch)).any())
         counts = machine.upload(work.sizes) if short and machine.replays else None
@@ -224,7 +225,7 @@ class FedAvg:
         return rows
 
     def _send(self, clients: Tensor) -> Rows:
-        """What each client of the round starts with: the server's, and what it keeps to itself."""
+        """What each client of the round starts with: the server's model, and its local parts."""
         rows = self._rows_of_round()
         rows.weights.copy_(self.weights)
         rows.statistics.copy_(self.statistics)
@@ -292,7 +293,7 @@ class FedAvg:
         return self._lanes
 
     def _receive(self, rows: Rows, clients: Tensor, shares: Tensor, step: int) -> None:
-        """The server's step with the clients' weights; what clients keep is put away first."""
+        """The server's step with the clients' weights; first what clients keep is stored."""
         if self.recipe.local_state == "keep":
             self.client_state[clients] = rows.state
             self.client_steps[clients] = rows.taken

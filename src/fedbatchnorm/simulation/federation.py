@@ -1,7 +1,7 @@
-"""What a federation is: a model, who holds which data, what a client weighs, and who takes part in a round.
+"""A federation: a model, the clients' data and weights, and who takes part in a round.
 
-Every random draw comes from a generator seeded by (seed, what for, round), so that a round is a function of
-the state before it, the recipe and the round's number.
+Every random draw comes from a generator seeded by (seed, purpose, round), so a round is a function of the
+previous state, the recipe and the round's number.
 """
 
 import copy
@@ -47,7 +47,7 @@ def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor], skip: Ite
 def refuse_other_buffers(federation: "Federation") -> None:
     """An error for a model with buffers, besides BatchNorm's, that a client's training changes.
 
-    They belong to no client and to no server: FedAvg here averages parameters and BatchNorm's statistics.
+    FedAvg here averages parameters and BatchNorm's statistics only, so nothing would average them.
     """
     known = {
         f"{name}.{kind}" for name, layer in federation.layers.items() for kind, _ in layer.named_buffers()
@@ -74,7 +74,7 @@ class Work(NamedTuple):
     """What the clients of a round train on.
 
     clients: (M,), their numbers.
-    index: (M, steps, batch), the samples of each step; a shorter batch is filled up with its first sample.
+    index: (M, steps, batch), the samples of each step; a shorter batch is padded with its first sample.
     sizes: (M, steps), how many samples of a step count; 0 where a client has no such step.
     """
 
@@ -101,7 +101,8 @@ class Federation:
         """Move everything to the device, and give the model the scheme's layers; an error says what is wrong.
 
         Args:
-            model: trained in place; its BatchNorm layers become `FoldedNorm`, or what the scheme has instead.
+            model: trained in place; its BatchNorm layers become `FoldedNorm`, or what the scheme replaces
+                them by.
             data: the dataset, which is moved to the device as a whole.
             parts: for each honest client the indices of its training samples.
             recipe: how to train.
@@ -132,11 +133,11 @@ class Federation:
         self.between = torch.ones(len(self.layers), device=device, dtype=self.dtype)
 
     def own_state(self) -> dict[str, Tensor]:
-        """What of a federation changes from round to round, besides the model."""
+        """The state of a federation that changes from round to round, besides the model."""
         return {"share": self.share, "between": self.between} if self.follows else {}  # pyrefly: ignore
 
     def settings(self, rate: float | Tensor) -> list[dict[str, Setting]]:
-        """What each layer's way to normalize takes in a round, at a learning rate."""
+        """The settings of each layer's normalizer in a round, at a learning rate."""
         share = share_by_layer(self.share, self.between) if self.follows else self.share  # pyrefly: ignore
         found = self.recipe.settings(rate, share)
         columns = [
@@ -162,8 +163,9 @@ class Federation:
                 self.between.copy_(torch.stack([part.mean() for part in between]))
 
     def shares(self, clients: np.ndarray | None = None) -> np.ndarray:
-        """What each of these clients weighs in a mean, adding up to 1; all honest clients if none are
-        named."""
+        """The weight of each of these clients in a mean, adding up to 1; of all honest clients if none are
+        named.
+        """
         sizes = self.sizes if clients is None else self.sizes[clients]
         sizes = sizes if self.recipe.weighting == "size" else np.ones(len(sizes))
         return sizes / sizes.sum()
@@ -177,7 +179,7 @@ class Federation:
         return np.sort(rng.choice(len(self.parts), honest, replace=False))
 
     def population(self, phase: Phase) -> int | None:
-        """How many clients a cohort stands for, where the phase corrects for those that are not in it."""
+        """How many clients a cohort represents, if the phase corrects for those that are not in it."""
         everybody = len(self.parts)
         return everybody if phase.population and self.recipe.shares_of_cohort()[0] < everybody else None
 

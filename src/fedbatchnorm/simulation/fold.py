@@ -25,8 +25,8 @@ _MOST_FUSED = 65535  # clients in a pass: what one axis of a GPU's grid holds
 class FoldedNorm(_BatchNorm):
     """What every BatchNorm of a simulated model becomes; its state is BatchNorm's own.
 
-    In training it normalizes as the round's phase says and remembers what each client measured. In
-    evaluation it is BatchNorm.
+    In training it normalizes as the round's phase says, and stores what each client measured. In evaluation
+    it is BatchNorm.
     """
 
     plain: type[_BatchNorm]
@@ -80,7 +80,7 @@ class FoldedNorm(_BatchNorm):
         Args:
             name: the layer's, for an error.
             passes: how many passes there were.
-            wanted: whether anybody wants to know; if not given, whether the phase shares anything.
+            wanted: whether the rows are needed; by default, whether the phase shares anything.
         """
         seen = [moments for moments in self.seen if moments is not None]
         if len(self.seen) > passes:
@@ -116,10 +116,10 @@ def load_all(layers: dict[str, FoldedNorm], after: dict[str, Running]) -> None:
 def fold(
     model: nn.Module, beta: float, scheme: Scheme | None = None, groups: int = 2
 ) -> dict[str, FoldedNorm]:
-    """Make every BatchNorm of `model` a FoldedNorm, or what the scheme has in its place; in place.
+    """Make every BatchNorm of `model` a FoldedNorm, or what the scheme replaces it by; in place.
 
     Args:
-        model: whatever the user trains.
+        model: any model.
         beta: the momentum of the running statistics.
         scheme: may replace layers, or add parameters to them.
         groups: for a scheme that needs to know.
@@ -154,7 +154,7 @@ def fold(
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever that is used."""
+    """Replace a module by another, wherever it is used."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:

@@ -1,9 +1,9 @@
-"""A lane: the place on the device where one client after another trains, beside the other lanes.
+"""Lanes: in each, one client after another trains, side by side with the other lanes.
 
 A lane has a model, an optimizer and statistics of its own. On a CPU there is one lane, and a client's steps
-are calls. On a CUDA GPU there are several, each with a stream and with graphs of its steps: what a client
-trains on is copied into the lane, and the host only says how often to replay which graph. So clients with
-any number of steps run side by side.
+are calls. On a CUDA GPU there are several, each with a stream and with graphs of its steps: a client's data
+is copied into the lane, and the host only says which graph to replay how often. So clients with different
+numbers of steps run side by side.
 """
 
 import copy
@@ -27,7 +27,7 @@ _ALIGNED = 64  # values that rows of weights begin a multiple of apart: a GPU re
 
 
 class Rows(NamedTuple):
-    """What the clients of a round are sent, and what comes back: a row each.
+    """What the clients of a round are sent and what they return: a row for each.
 
     weights: (M, d).
     sent: (M, d), the weights as they were sent, or (0, d) where they are not needed.
@@ -130,10 +130,10 @@ class Lane:
             self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, rows: Rows, i: int, fresh: bool, shared: Tensor) -> None:
-        """Take what client i of the round was sent; `fresh` if it has taken no step yet.
+        """Load what client i of the round was sent; `fresh` if it has taken no step yet.
 
-        After its first step a client's row holds what it has seen, and it normalizes with what is `shared`,
-        (2, C). A round does this for every client, so it is a handful of calls.
+        After its first step a client's row has what it has seen, and it normalizes with `shared`, (2, C).
+        This is done for every client of a round, so it takes few calls.
         """
         self.weights.copy_(rows.weights[i])
         if self.how.prox:
@@ -154,7 +154,7 @@ class Lane:
             torch._foreach_zero_(zero)
 
     def store(self, rows: Rows, i: int, steps: int) -> None:
-        """Hand back what client i of the round ends with."""
+        """Store the final state of client i of the round."""
         rows.weights[i].copy_(self.weights)
         if len(rows.state):
             rows.state[i].copy_(self.state)

@@ -1,4 +1,4 @@
-"""The models: the paper's network, the demo's, two residual networks, or any that the user names.
+"""The models: the paper's network, the demo's, two residual networks, or any function of the user's.
 
 A factory takes (input shape, number of classes) and returns a module whose output is one score for each
 class; the softmax is in the loss. `MODELS` is the table.
@@ -193,7 +193,7 @@ def find(name: str) -> Factory:
 
 
 def imported(kind: str, name: str) -> Any:
-    """What `package.module:name` leads to; an error names the kind of thing that was asked for."""
+    """Import `package.module:name`; an error names the kind of object that was asked for."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -202,7 +202,7 @@ def imported(kind: str, name: str) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """What a user's own code raised, and where, on one line."""
+    """The error raised by a user's own code, and where, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     last = [f for f in frames if not f.filename.startswith("<") and f.filename != importlib.__file__][-1]
     file, line = last.filename, last.lineno

@@ -71,7 +71,7 @@ def with_frozen(
     bias: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Normalize with the running statistics as they are, and measure nothing."""
+    """Normalize with the running statistics, and measure nothing."""
     return with_constants(x, running, weight, bias), None
 
 
@@ -86,10 +86,10 @@ def with_shared(
     gradient: float | Tensor = 0.0,
     limit: float | Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
-    """FBN: normalize with the shared statistics as constants, and measure what came in (Algorithm 2).
+    """FBN: normalize with the shared statistics as constants, and measure the input (Algorithm 2).
 
-    `gradient` is the share of BatchNorm's gradient, and `limit` bounds how far from the shared statistics a
-    batch may come out: 0 and None are the paper's FBN.
+    `gradient` is the share of BatchNorm's gradient, and `limit` bounds how far a normalized batch may be from
+    mean 0 and deviation 1. 0 and None are the paper's FBN.
     """
     if keep is None:
         held = {"gradient": gradient, "limit": limit}
@@ -164,8 +164,8 @@ def with_all_clients(
 ) -> tuple[Tensor, Moments]:
     """FedTAN's first step: normalize by the mean and variance of all clients that `vmap` runs side by side.
 
-    Mean first, then the mean square about it, as the layers exchange them; gradients of both are exchanged
-    the same way. The averaged gradient is that of BatchNorm on the union.
+    First the mean, then the mean square about it, as the layers exchange them; gradients of both are
+    exchanged in the same way. The averaged gradient is that of BatchNorm on the union.
     """
     assert clients == 1
     keep = x.new_ones(len(x)) if keep is None else keep

@@ -1,4 +1,4 @@
-"""How a federation trains, as data, and the seeds of all that it draws."""
+"""How a federation trains, as data, and the seeds of its random draws."""
 
 import dataclasses
 import functools
@@ -85,7 +85,7 @@ class Recipe:
     clients: _Count = 10
     """How many clients, n."""
     batch: _Count = 50
-    """Samples a client draws for a step."""
+    """Samples that a client uses in a step."""
     rounds: _Count = 3000
     """How many rounds, T."""
     lr: Annotated[float | None, Must("positive", gt=0, lt=math.inf)] = None
@@ -97,19 +97,21 @@ class Recipe:
     switch: Annotated[int | None, Must("a step from 0 on, or nothing for half of the rounds", ge=0)] = None
     """The round at which FixBN freezes its statistics; half of the rounds if not given."""
     weighting: Literal["equal", "size"] | None = None
-    """Whether clients weigh the same, or by how much data they hold; equal for dsgd and with Byzantine
-    clients, size for fedavg if not given."""
+    """Whether clients have equal weight, or weight by the size of their data. By default equal for dsgd and
+    with Byzantine clients, size for fedavg.
+    """
     precision: Precision = "tf32"
-    """Arithmetic: float32, tf32 (float32, on a GPU's TF32 cores where it has them), bf16, float64."""
+    """Arithmetic: float32, tf32 (float32 with TF32 tensor cores on a GPU), bf16, float64."""
     seed: Annotated[int, Must("a whole number from 0 on", ge=0)] = 0
-    """Of everything that is drawn: weights, partition, cohorts, batches, dropout."""
+    """Seed of all random draws: weights, partition, cohorts, batches, dropout."""
     byzantine: Annotated[int, Must("at least 0", ge=0)] = 0
     """How many clients are Byzantine, f. They hold no data."""
     attack: str | Attack = "none"
     """What they send: see `fedbatchnorm list`; foe:10 and alie:3 give the factor."""
     targets: str = "usual"
-    """What they attack: means, variances, gradients (under fedavg their whole update), joined by +, or
-    all; the attack's usual if not given. Gradients under attack go through the defense, too."""
+    """What they attack: means, variances, gradients (under fedavg their whole update), joined by +, or all;
+    by default what is usual for the attack. If gradients are attacked, they go through the defense, too.
+    """
     defense: str | Rule = "none"
     """The server's rule for what clients send: none is a plain mean; nnm+median, nnm+trimmed_mean, ..."""
     algorithm: Algorithm = "dsgd"
@@ -118,13 +120,15 @@ class Recipe:
     local_steps: _Count | None = None
     """fedavg: steps of a client in a round. Give this or --local-epochs."""
     local_epochs: _Count | None = None
-    """fedavg: passes of a client over its data in a round, the last, shorter batch included; 1 if
-    neither is given."""
+    """fedavg: passes of a client over its data in a round, including the last, shorter batch; 1 if neither is
+    given.
+    """
     cohort: _Count | None = None
-    """fedavg: how many clients take part in a round, drawn again each time; all of them if not given."""
+    """fedavg: how many clients are sampled for each round; all of them if not given."""
     optimizer: Optimizer = "sgd"
-    """fedavg: what clients train with; adam has the usual settings (0.9, 0.999, 1e-8) and no use for
-    --momentum."""
+    """fedavg: the clients' optimizer; adam has the usual settings (0.9, 0.999, 1e-8) and does not use
+    --momentum.
+    """
     momentum_kind: Literal["ordinary", "dampened"] | None = None
     """ordinary: v <- momentum v + gradient, as in torch. dampened: v <- momentum v + (1 - momentum)
     gradient, as in the paper. dampened for dsgd, ordinary for fedavg if not given."""
@@ -134,13 +138,14 @@ class Recipe:
     clip: Annotated[float | None, Must("positive, or nothing for no clipping", gt=0, lt=math.inf)] = None
     """Largest norm of a client's gradient; a longer one is scaled down to it."""
     weight_decay: Annotated[float, Must("at least 0", ge=0, lt=math.inf)] = 0.0
-    """Added to the gradient, times the weights."""
+    """Weight decay: this number times the weights is added to the gradient."""
     prox: Annotated[float, Must("at least 0", ge=0, lt=math.inf)] = 0.0
     """fedavg: FedProx's mu, which pulls a client's weights toward those that it was sent."""
     schedule: Schedule | None = None
-    """How the learning rate falls with the rounds: constant; step: a half after a third, a third after two
-    thirds; cosine: to 0; exponential: times --decay each round. step for dsgd, constant for fedavg if not
-    given."""
+    """How the learning rate falls with the rounds: constant; step: a half of it after a third of the rounds,
+    a third of it after two thirds; cosine: to 0; exponential: times --decay each round. By default step for
+    dsgd, constant for fedavg.
+    """
     decay: Annotated[float, Must("above 0 and at most 1", gt=0, le=1)] = 0.998
     """What the learning rate is multiplied by each round, for --schedule exponential."""
     server: Server = "mean"
@@ -152,18 +157,20 @@ class Recipe:
     """fedavg: the server's momentum (for --server adam, its first beta)."""
     calibrate: bool = False
     """Before the first round, clients make one pass with plain BatchNorm, and training starts from the merged
-    statistics of all layers, in place of mean 0 and variance 1."""
+    statistics of all layers instead of mean 0 and variance 1."""
     augment: bool = False
     """Random crops (4 pixels of padding) and flips of training images, drawn on the device."""
     groups: _Count = 2
-    """For the scheme groupnorm: into how many groups channels are split."""
+    """For the scheme groupnorm: the number of groups of channels."""
     gradient: Annotated[float | Literal["auto"], _SHARE] = 0.0
-    """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN)
-    to 1; auto follows how far the statistics drift in a round."""
+    """For the scheme fbn: the share of BatchNorm's gradient in the backward pass, from 0 (the paper's FBN) to
+    1; auto follows the drift of the statistics in each round.
+    """
     limit: Annotated[float | Literal["auto"] | None, _LIMIT] = None
-    """For the scheme fbn: the largest standard deviation L of a client's normalized batch, and its mean at
-    most 2 (L - 1). A batch beyond that is normalized by statistics closer to its own, so that weights that
-    grow do not run away. auto is 1 + 2.5 (1 - gradient); no limit if not given."""
+    """For the scheme fbn: the largest standard deviation L of a client's normalized batch; its mean may be at
+    most 2 (L - 1). A batch beyond that is normalized by statistics closer to its own, which keeps training
+    with large learning rates from diverging. auto is 1 + 2.5 (1 - gradient); no limit if not given.
+    """
     blend: Annotated[float, _BLEND] = 0.5
     """For the scheme fbn_blend: the share of the batch's own statistics in the first round; it falls with
     the learning rate."""
@@ -177,7 +184,7 @@ class Recipe:
         check_together(self)
 
     def used(self, kind: Literal["scheme", "attack", "defense"]) -> Any:
-        """What is used as the scheme, the attack or the defense: its name, or an object of the user's own."""
+        """The scheme, the attack or the defense: its name, or the user's own object."""
         return getattr(self, kind)
 
     def the_scheme(self) -> Scheme:
@@ -185,17 +192,17 @@ class Recipe:
         return find_scheme(self.used("scheme"))
 
     def the_attack(self) -> Attack:
-        """The row of the attack, where there is one."""
+        """The row of the attack, if there is one."""
         return attack(self.used("attack"))
 
     def the_defense(self, f: int) -> Defense | OwnDefense:
-        """The server's rule against f Byzantine clients, where there is one."""
+        """The server's rule against f Byzantine clients, if there is one."""
         return defense(self.used("defense"), f)
 
     def shares_of_cohort(self) -> tuple[int, int]:
         """How many honest and how many Byzantine clients take part in a round.
 
-        A cohort holds its share of the Byzantine clients in every round, rounded up.
+        Every cohort contains its share of the Byzantine clients, rounded up.
         """
         if self.cohort is None:
             return self.honest(), self.byzantine
@@ -203,15 +210,15 @@ class Recipe:
         return self.cohort - lying, lying
 
     def honest(self) -> int:
-        """How many clients hold data and tell the truth."""
+        """How many clients are honest; they hold the data."""
         return self.clients - self.byzantine
 
     def is_plain(self) -> bool:
-        """Whether there are no Byzantine clients and the server expects none."""
+        """Whether there are neither Byzantine clients nor a defense."""
         return not self.byzantine and self.defense == "none"
 
     def targets_struck(self) -> tuple[str, ...]:
-        """What the Byzantine clients attack: some of means, variances, gradients."""
+        """What the Byzantine clients attack: a subset of means, variances, gradients."""
         if not self.byzantine:
             return ()
         if self.targets == "usual":
@@ -221,7 +228,7 @@ class Recipe:
     def settings(
         self, rate: float | Tensor = 0.0, share: Tensor | None = None
     ) -> dict[str, float | Tensor | None]:
-        """What ways to normalize take from the recipe, at a learning rate and a share of the gradient."""
+        """The settings of normalizers from the recipe, at a learning rate and a share of the gradient."""
         assert self.lr is not None
         gradient = 0.0 if share is None else share
         return {
@@ -236,12 +243,12 @@ class Recipe:
 
 
 def usual(recipe: Recipe, name: str) -> Any:
-    """What a field is where nothing else is asked for."""
+    """The default of a field."""
     return usual_in(vars(recipe), name)
 
 
 def usual_in(given: Mapping[str, Any], name: str) -> Any:
-    """What a field is where nothing else is asked for, beside these values of other fields."""
+    """The default of a field, given these values of other fields."""
     algorithm, found = _given(given, "algorithm"), None
     if isinstance(algorithm, str):
         found = _USUAL.get(algorithm, {}).get(name)
@@ -253,7 +260,7 @@ def usual_in(given: Mapping[str, Any], name: str) -> Any:
 
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """These values of fields, and those that depend on the algorithm and were not given."""
+    """These values of fields, with defaults for those that depend on the algorithm."""
     names = (*_USUAL["fedavg"], "local_epochs")
     return {**given, **{name: usual_in(given, name) for name in names if given.get(name) is None}}
 

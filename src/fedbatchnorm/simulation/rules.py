@@ -1,7 +1,7 @@
-"""What a field of a description of a run must be: bounds in its annotation, and a plain check of them.
+"""Bounds of the fields of a run in their annotations, and a plain check of them.
 
-The annotations are written once. Here, where nothing but torch and numpy may be needed, `checked` reads them;
-`fedbatchnorm.experiments` has pydantic read them.
+The annotations are written once. `checked` reads them here, where only torch and numpy may be needed; in
+`fedbatchnorm.experiments` pydantic reads them.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _SHOWN = 200  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Must:
-    """What a number must be, in words and as bounds; stands in a field's annotation.
+    """The condition on a number, as text and as bounds, in a field's annotation.
 
     Example:
         >>> Must("above 0 and at most 1", gt=0, le=1).allows(0.0)
@@ -38,7 +38,7 @@ class Must:
     lt: float = math.inf
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is within the bounds; what is no number has none."""
+        """Whether a value is within the bounds; values that are not numbers have none."""
         if not isinstance(value, int | float) or isinstance(value, bool):
             return True
         if isinstance(value, int) and abs(value) >= _LARGEST:
@@ -46,7 +46,7 @@ class Must:
         return value >= self.ge and value <= self.le and value < self.lt and (value > self.gt)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """How pydantic, where it is used, checks the same."""
+        """The same check for pydantic."""
         from pydantic_core import core_schema
 
         def check(value: Any) -> Any:
@@ -60,7 +60,7 @@ class Must:
 def checked(config: Any) -> dict[str, Any]:
     """The values of all fields, checked against their annotations; an error names the field.
 
-    Whole numbers given for a field of numbers become floats, so that 0 and 0.0 are the same setting.
+    Integers in a field of floats become floats, so that 0 and 0.0 are the same setting.
     """
     hints = annotations(type(config))
     return {
@@ -76,7 +76,7 @@ def annotations(kind: type) -> dict[str, Any]:
 
 
 def refusal(name: str, hint: Any, value: Any) -> str:
-    """What to say of a value that a field cannot have."""
+    """The error message for a value that a field cannot have."""
     many = isinstance(value, int) and abs(value) >= _LARGEST
     shown = "a number of many digits" if many else repr(value)[:_SHOWN]
     return f"{name} is {shown}; it must be {_words(hint)}{', and below 2^63' if many else ''}"

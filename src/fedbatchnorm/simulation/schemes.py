@@ -1,8 +1,8 @@
 """The ways to normalize in a federation, as rows of one table.
 
-A scheme is a choice of what a client normalizes with in training, of what is shared after a round, and of
-what each client keeps to itself. Everything else (the simulator, the experiments, the figures, the tests)
-runs over the table `SCHEMES`.
+A scheme says what a client normalizes with in training, what is shared after a round, and what each client
+keeps local. Everything else (the simulator, the experiments, the figures, the tests) runs over the table
+`SCHEMES`.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ MergeRows = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Survey(NamedTuple):
-    """Statistics from a pass of their own over one batch of each client, with the weights that it was sent.
+    """Statistics from a separate pass over one batch of each client, with the weights that it was sent.
 
-    images: samples in the batch, or all that the client holds if it has fewer.
+    images: samples in the batch, or all of the client's if it has fewer.
     momentum: of the shared statistics toward the merged ones.
     normalize: what the pass normalizes with, if not what training does.
     by_images: counts are images, not values, in the merged variance's correction.
@@ -47,7 +47,7 @@ class Survey(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What happens in each round of a stretch of training.
+    """What happens in each round of a part of training.
 
     normalize: (x, running, clients=, weight=, bias=, keep=) -> (y, Moments (clients, c), or None).
     share: (running, Moments (n, c)) -> the next running statistics; None leaves them as they are.
@@ -55,11 +55,11 @@ class Phase(NamedTuple):
         (means (n, d), variances (n, d), beta=, total=, aggregator=) -> (mean (d,), variance (d,)).
     pooled: variances are corrected for the number of values of all clients, not of one.
     union: the clients' batches count as one batch.
-    kept: what a client keeps over its local steps: moments of all that it saw, or running statistics.
+    kept: what a client keeps over its local steps: moments of everything that it saw, or running statistics.
     first: what the first local step normalizes with, all clients of the round side by side.
-    survey: statistics come from a pass of their own, not from the training steps.
-    learned: parameters of a layer that `normalize` takes beside weight and bias, one value a channel; they
-        start at 0.
+    survey: statistics come from a separate pass, not from the training steps.
+    learned: parameters of a layer that `normalize` takes in addition to weight and bias, one value for each
+        channel; they start at 0.
     population: the spread between the clients of a cohort is corrected to that between all clients.
     settings: of the recipe, which `normalize` takes by name: the gradient's share, the blend.
     """
@@ -82,9 +82,9 @@ class Scheme(NamedTuple):
 
     title, summary: a name and a line of explanation, with the source.
     before, after: what happens in rounds before and after the switch step.
-    algorithms: under which algorithms the scheme has a meaning.
-    replace: (BatchNorm layer, groups) -> the layer that takes its place; None keeps BatchNorm.
-    own: what of a layer each client keeps to itself: weight, bias, statistics, or something learned.
+    algorithms: the algorithms that the scheme supports.
+    replace: (BatchNorm layer, groups) -> the layer that replaces it; None keeps BatchNorm.
+    own: the parts of a layer that each client keeps local: weight, bias, statistics, or something learned.
     """
 
     title: str
@@ -189,7 +189,7 @@ PAPER = ("centralized", "fbn", "fixbn", "naive")  # the schemes that the paper c
 
 
 def find_scheme(scheme: str | Scheme) -> Scheme:
-    """The row of this name; a row of the user's own is itself."""
+    """The row of this name; a user's own row is returned as it is."""
     if isinstance(scheme, Scheme):
         return scheme
     if scheme not in SCHEMES:

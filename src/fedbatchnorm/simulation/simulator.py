@@ -1,7 +1,7 @@
-"""A federation in one process: a model, who holds what, and how they train.
+"""A federation in one process: a model, the clients' data, and how they train.
 
-A round is a function of the state before it, the recipe and the round's number: every random draw comes
-from a generator seeded by (seed, what for, round). So a run can stop anywhere and continue to the same
+A round is a function of the previous state, the recipe and the round's number: every random draw comes from a
+generator seeded by (seed, purpose, round). So a run can stop after any round and continue with the same
 result.
 """
 
@@ -78,14 +78,14 @@ class Simulation:
             parts: for each client the indices of its training samples.
             recipe: how to train.
             device: where.
-            chunk: clients side by side: in one pass, or in lanes of their own under FedAvg on a GPU. Chosen
-                by the device if not given.
+            chunk: clients side by side: in one pass, or, under FedAvg on a GPU, in lanes. By default it
+                depends on the device.
             engine: `compiled` compiles the passes, and on a CUDA GPU replays rounds as CUDA graphs; `eager`
                 runs one operation after another; `auto` is `compiled` on a CUDA GPU and `eager` elsewhere.
-                Where compiling fails, a warning says so, and rounds are eager.
-            abreast: whether FedAvg's clients go through one pass, each with its own weights, where the scheme
-                allows it; an error if the model does not. If not given, they do on a CUDA GPU in TF32 and
-                bf16, and on a CPU where batches are small, unless the model or the scheme is in the way.
+                If compiling fails, a warning says so, and rounds are eager.
+            abreast: whether FedAvg's clients go through one pass, each with its own weights. With True, an
+                error if the model does not allow it. By default they do on a CUDA GPU in TF32 and bf16, and
+                on a CPU if batches are small, unless the model or the scheme does not allow it.
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1")
@@ -132,8 +132,7 @@ class Simulation:
     def evaluate_clients(self) -> Evaluation | None:
         """The mean over clients, each with its own model on test data with its own proportions of classes.
 
-        None where clients keep to themselves nothing that evaluation uses. A hundred clients at most are
-        evaluated.
+        None if clients keep nothing local that evaluation uses. At most a hundred clients are evaluated.
         """
         scheme = self.federation.scheme
         if not set(scheme.own) - set(scheme.before.learned):
@@ -179,7 +178,7 @@ class Simulation:
         return Evaluation(right.item() / len(y), loss.item() / len(y))
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next round depends on, besides the recipe: weights, statistics, momentum."""
+        """Everything that the next round depends on, besides the recipe: weights, statistics, momentum."""
         return self.algorithm.state()
 
     def load_state(self, state: dict[str, Tensor], step: int) -> None:

@@ -1,7 +1,7 @@
 """A model whose parameters have a leading client axis: clients with weights of their own in one pass.
 
-The clients' samples lie one after another in the batch, as distributed SGD folds them. Layers with parameters
-use each client's own on its part of the batch; everything else (ReLU, pooling, dropout) is as it was.
+The clients' samples are concatenated, as in distributed SGD. Layers with parameters use each client's own on
+its part of the batch; everything else (ReLU, pooling, dropout) does not change.
 """
 
 import copy
@@ -89,7 +89,7 @@ def phase_can_be_stacked(phase: Phase, scheme: Scheme) -> bool:
 
 
 def can_be_stacked(federation: Federation, machine: Machine, packing: Packing) -> bool:
-    """Whether clients are to train abreast, and can; if abreast=True was given, an error says why not."""
+    """Whether clients should and can train abreast; with abreast=True, an error says why they cannot."""
     scheme = federation.scheme
     phases = [p for p in (scheme.before, scheme.after) if phase_can_be_stacked(p, scheme)]
     if not machine.abreast or not phases:
@@ -138,8 +138,9 @@ def _has_kernel(layer: nn.Conv2d) -> bool:
 
 
 def _trial(federation: Federation, packing: Packing, phase: Phase) -> str | None:
-    """Hold a stacked copy against the model, in float64: a forward pass may do anything with parameters and
-    batches."""
+    """Compare a stacked copy with the model in float64, because a forward pass may do anything with
+    parameters and batches.
+    """
     index = torch.arange(_TRIED * _TRIED, device=federation.device) % len(federation.data.train.x)
     x = federation.data.inputs(federation.data.train.x[index])
     d, channels = packing.size, sum(packing.channels)

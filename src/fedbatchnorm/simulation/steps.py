@@ -1,4 +1,4 @@
-"""What a local step does with gradients and with what the layers saw; for one client, or for many abreast."""
+"""How a local step handles gradients and the moments of layers; for one client, or for many abreast."""
 
 from collections.abc import Mapping, Sequence
 
@@ -34,7 +34,7 @@ def keep_seen(
     Args:
         layers: by name.
         machine: how it runs.
-        phase: says whether anybody wants to know.
+        phase: says whether moments are needed.
         own_statistics: whether clients do, for themselves.
         counts: (clients, C), changed.
         kept: (clients, 2, C), changed.

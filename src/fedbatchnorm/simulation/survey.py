@@ -1,4 +1,4 @@
-"""A pass that only measures: clients run one batch through the model that they were sent, and report moments.
+"""A pass that only measures: clients run one batch through the model that they were sent and report moments.
 
 It serves a calibrated start and calibrated evaluations (plain BatchNorm, merged with momentum 1), and schemes
 whose statistics come from a pass of their own (HBN).
@@ -33,7 +33,7 @@ def survey(
         step: the round, which says who takes part.
         phase: what the pass normalizes with, unless `how` says otherwise.
         how: the size of the batch, and what counts.
-        become: called before a client's pass, to put what it keeps to itself into the model.
+        become: called before a client's pass, to put its local parts into the model.
     """
     clients, batches = federation.survey_batches(step, how.images)
     phase = (
@@ -90,7 +90,9 @@ def calibrate(federation: Federation, machine: Machine, step: int = 0) -> None:
 
 @contextlib.contextmanager
 def calibrated(federation: Federation, machine: Machine, step: int) -> Iterator[None]:
-    """The model with statistics that the clients of round `step` measure now; those of training come back."""
+    """The model with statistics that the clients of round `step` measure now; afterwards those of training
+    are restored.
+    """
     layers = federation.layers.values()
     buffers = [statistic for layer in layers for statistic in (layer.running().mean, layer.running().var)]
     before = [buffer.clone() for buffer in buffers]

@@ -1,1 +1,1 @@
-"""Files that survive crashes and other processes, and what is read from them checked. Stands alone."""
+"""Files that survive crashes and concurrent processes, and checks of what is read. Needs no other part."""

@@ -1,4 +1,4 @@
-"""Files that survive crashes and other processes: one way to write, to lock, and to read.
+"""Files that survive crashes and concurrent processes: how to write, lock and read them.
 
 A file is written under a unique name, synced, renamed, and its folder synced: a crash leaves
 the old content or the new one. Symbolic links are not followed where something is written.
@@ -30,7 +30,7 @@ class BusyError(RuntimeError):
 
 
 class DamagedError(ValueError):
-    """A file is not what was written, or not what it should be; the message names it, and is short."""
+    """A file is damaged or invalid; the short message names it."""
 
     def __init__(self, message: str):
         super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
@@ -104,7 +104,7 @@ def write_bytes(path: Path, content: bytes, before: Callable[[], None] = lambda:
     Args:
         path: the file.
         content: all of it.
-        before: called when all is written but the name; an error keeps the old file.
+        before: called when everything but the name is written; an error keeps the old file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PART}")
     try:
@@ -132,13 +132,13 @@ def append(path: Path, text: str) -> None:
 
 
 def cut(path: Path, length: int) -> None:
-    """Cut a file to a length, if it is there."""
+    """Cut a file to a length, if it exists."""
     with contextlib.suppress(FileNotFoundError), os.fdopen(_open(path, os.O_RDWR), "r+b") as file:
         file.truncate(length)
 
 
 def sync(path: Path) -> None:
-    """Have a file's content on the disk, if there is such a file."""
+    """Sync a file's content to disk, if the file exists."""
     with contextlib.suppress(FileNotFoundError):
         number = _open(path, os.O_RDWR)
         try:
@@ -148,7 +148,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have a folder's names on the disk, where the system can."""
+    """Sync a folder's names to disk, if the system supports it."""
     if os.name == "nt":
         return
     number = os.open(folder, os.O_RDONLY)
@@ -162,14 +162,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, name: str = "*") -> None:
-    """Remove what writers that were killed have left; only for who holds the lock."""
+    """Remove what killed writers have left; only for the holder of the lock."""
     for part in folder.glob(f".{name}.*{_PART}"):
         with contextlib.suppress(OSError):
             part.unlink()
 
 
 def regular(path: Path) -> os.stat_result:
-    """What the system says of a regular file; a `DamagedError` for anything else."""
+    """The `stat` of a regular file; a `DamagedError` for anything else."""
     try:
         facts = path.stat()
     except OSError as error:
