@@ -128,6 +128,7 @@ def test_a_round_without_an_answer_says_how_many_were_asked(logged):
     with pytest.raises(NothingTrainedError, match="no answer from nodes 1, 2"):
         start(grid)
     assert "round 1: 2 asked, 0 answered, 0 used: nothing changes" in logged.text
+    assert logged.text.count("2 asked, 0 answered") == 1
 
 
 def test_a_resumed_run_says_where_it_is_and_a_finished_one_that_it_is(tmp_path, logged):
