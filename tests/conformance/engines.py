@@ -20,6 +20,7 @@ from fedbatchnorm.adapters.replies import Reply
 from fedbatchnorm.adapters.session import Session
 
 HERE = Path(__file__).parent
+LONG = 300  # seconds until what a process should do has failed; who passes does not wait so long
 sys.path[:0] = [str(HERE.parent / "adapters"), str(HERE.parents[1] / "examples" / "flower")]
 
 
@@ -153,9 +154,6 @@ class FlowerLoopback(Engine):
     cannot: Mapping[str, str] = MappingProxyType(
         {
             "traffic": "what a message holds is the same as in one process",
-            # Supposed cause: the SuperLink still refuses the SuperNode that the run before has killed.
-            "cohorts": "taken out with the robust rule; it passed before, and in one process",
-            "robust rule": "taken out: the last of three runs timed out; passed in one process",
         }
     )
 
@@ -170,8 +168,9 @@ class FlowerLoopback(Engine):
         self.federation.__exit__(*error)
 
     def run(self, case):
-        from federation import running
+        from federation import below, command_of, running
 
+        self.federation.revive()  # those that the run before has killed
         app, folder = self.place / f"app {case.folder.rpartition('/')[2]}", Path(case.folder)
         shutil.copytree(HERE / "flower_job", app, ignore=shutil.ignore_patterns("__pycache__"))
         project = app / "pyproject.toml"
@@ -180,44 +179,27 @@ class FlowerLoopback(Engine):
         run = self.federation.submit(app, settings)
         dying = [key for key, fault in case.faults.items() if fault == "dies"]
         if case.restarts:
-            self._until(lambda: (folder / "waiting").exists(), 120 * PATIENCE)
-            before = running()
-            link = self.federation.processes["superlink"].pid
-            [server] = [n for n in _below(link, before) if "flwr-serverapp" in _command(n)]
+            self._until(lambda: (folder / "waiting").exists())
+            started = below(self.federation.processes["superlink"].pid)
+            [server] = [number for number in started if "flwr-serverapp" in command_of(number)]
             os.kill(server, signal.SIGKILL)
-            self._until(lambda: server not in running(), 20 * PATIENCE)
+            self._until(lambda: server not in running())
             (folder / "killed").touch()
-            self.federation.wait(run, 60 * PATIENCE)
             run = self.federation.submit(app, settings)
         for key in dying:
             number, _, index = key.partition("/")
-            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists(), 120 * PATIENCE)
+            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists())
             self.federation.kill(int(index))
-        status = self.federation.wait(run, 200 * PATIENCE)
+        status = self.federation.wait(run, LONG * PATIENCE)
         assert status == "finished:completed", self.federation.server_log(run)[-3000:]
-        for key in dying:  # for the next run
-            self.federation.start_node(int(key.partition("/")[2]))
         said = (folder / "said.txt").read_text().splitlines()
         return Outcome(case, said, [self.federation.ids[i] for i in range(case.clients)])
 
-    def _until(self, what, seconds):
-        until = time.monotonic() + seconds
+    def _until(self, what):
+        until = time.monotonic() + LONG * PATIENCE
         while not what():
             assert time.monotonic() < until, self.federation.log("superlink")[-3000:]
             time.sleep(0.1)
-
-
-def _below(root, everybody):
-    found = [root]
-    for number in found:  # which grows
-        found += [child for child, (parent, _) in everybody.items() if parent == number]
-    return found
-
-
-def _command(number):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
 
 
 class NVFlareHere(Engine):
