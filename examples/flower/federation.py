@@ -13,6 +13,7 @@ import datetime
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,13 @@ def below(root):
     return {number: everybody[number][1] for number in found if number in everybody}
 
 
+def command_of(number):
+    """A process's command line; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
 class Federation:
     """A SuperLink and SuperNodes on loopback, with TLS and node authentication; a context manager.
 
@@ -186,6 +194,34 @@ class Federation:
             f"--auth-supernode-private-key={self.folder / f'node-{node}'}",
             f"--node-config=partition-id={node} num-partitions={self.nodes}",
         )
+
+    def online(self):
+        """The nodes that the SuperLink takes to be there: one that was killed, too, for up to a minute."""
+        answer = json.loads(self._flwr("supernode", "list", "here", "--format", "json"))
+        there = {int(row["node-id"]) for row in answer["nodes"] if row["status"] == "online"}
+        return {node for node, number in self.ids.items() if number in there}
+
+    def revive(self, seconds=180):
+        """Start the SuperNodes that have ended again; returns once all are online.
+
+        A SuperLink misses a SuperNode that was killed after two heartbeats. Until then it refuses another
+        one with its key, which ends for good. So a node is started when the old one is off the list.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            ended = {node for node in self.ids if not self._alive(f"supernode-{node}")}
+            online = self.online()
+            if not ended and len(online) == len(self.ids):
+                return
+            if time.monotonic() > until:
+                away = sorted(ended | (self.ids.keys() - online))
+                raise TimeoutError(f"nodes {away} are not online: {self.log('superlink')[-3000:]}")
+            for node in ended - online:
+                self.start_node(node)
+            time.sleep(1)
+
+    def _alive(self, name):
+        return name in self.processes and self.processes[name].poll() is None
 
     def _tls(self):
         files = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
@@ -257,8 +293,8 @@ class Federation:
         until, asked = time.monotonic() + seconds, time.monotonic()
         while time.monotonic() < until:
             now = time.monotonic()
-            # Asking takes a process and a second or two, so mostly the SuperLink's log is read instead.
-            if f"of run {run}" in self.log("superlink").rpartition("Finished task")[2] or now - asked > 30:
+            # Asking takes a process and a second or two. The SuperLink's log has no line of a killed server.
+            if re.search(rf"Finished task \d+ of run {run}\b", self.log("superlink")) or now - asked > 10:
                 asked = now
                 status = self.status(run)
                 if status.startswith("finished"):

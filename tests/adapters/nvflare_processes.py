@@ -104,6 +104,28 @@ def start_poc(folder, clients, *flags):
         process.wait()
 
 
+@contextlib.contextmanager
+def poc_federation(folder, clients):
+    """A federation that POC has provisioned and started; nothing is submitted. It ends with the block."""
+    program, env, log = Path(sys.executable).parent / "nvflare", environment(folder), folder / "poc.txt"
+    with poc_alone(), ending(folder):
+        for command in (("prepare", "-n", str(clients)), ("start", "--timeout", "240")):
+            with log.open("a") as out:  # a pipe would stay open for as long as the services run
+                done = subprocess.run(
+                    [program, "poc", *command],
+                    cwd=folder,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=400,
+                )
+            assert done.returncode == 0, log.read_text()[-3000:]
+        joined = folder / "poc" / "example_project" / "prod_00" / "server" / "log.txt"
+        assert wait_for(lambda: joined.read_text().count("New client site-") >= clients, 240)
+        yield
+
+
 def wait_for(condition, seconds):
     """Until it is true; whether it has become so."""
     until = time.monotonic() + seconds

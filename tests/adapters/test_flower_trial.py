@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
@@ -122,12 +122,38 @@ def test_nodes_that_did_not_answer_have_a_line(logged):
     assert "round 1: 4 asked, 2 answered, 2 used" in logged.text
 
 
+class Gone(LocalGrid):
+    """A grid with nodes that are gone, for which the SuperLink answers in its own name, as Flower's does."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages, answers = list(messages), []
+        for i, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"message {i}"
+            [answer] = super().send_and_receive([message])
+            if message.metadata.dst_node_id in (2, 4):
+                answer = Message(Error(5, "Node Unavailable"), reply_to=message)
+                answer.metadata.__dict__["_src_node_id"] = 1
+            answers.append(answer)
+        return answers
+
+
+def test_a_node_that_is_gone_is_named_and_not_the_superlink(logged):
+    start(Gone(client_app(), 4))
+    for number in (0, 1):
+        assert f"round {number}: no answer" not in logged.text
+    for node in (2, 4):
+        assert f"round 1: node {node} failed: Node Unavailable" in logged.text
+    assert "node 1 failed" not in logged.text
+    assert "round 1: 4 asked, 2 answered, 2 used" in logged.text
+
+
 def test_a_round_without_an_answer_says_how_many_were_asked(logged):
     grid = Silent(client_app(), 2)
     grid.missing = (1, 2)
     with pytest.raises(NothingTrainedError, match="no answer from nodes 1, 2"):
         start(grid)
     assert "round 1: 2 asked, 0 answered, 0 used: nothing changes" in logged.text
+    assert logged.text.count("2 asked, 0 answered") == 1
 
 
 def test_a_resumed_run_says_where_it_is_and_a_finished_one_that_it_is(tmp_path, logged):

@@ -186,6 +186,10 @@ BAD = {
     "no statistics": (lambda a: meta(a, fedbatchnorm=None), "schema"),
     "statistics that are no message": (lambda a: told(a, update=b"rubbish"), "schema"),
     "statistics that are an array": (lambda a: told(a, update=np.zeros(3)), "schema"),
+    "parameters as homomorphic encryption sends them": (
+        lambda a: params(a, dict.fromkeys(a.params, b"a ciphertext")),
+        "schema",
+    ),
     "an encrypted parameter": (lambda a: with_params(a, **{"0_bias": object()}), "schema"),
     "no parameters by name": (lambda a: params(a, [np.zeros(3)]), "schema"),
     "the same answer twice": (lambda a: [a, copy.deepcopy(a)], "duplicate"),

@@ -20,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 from nvflare_accuracy import simulation, written  # noqa: E402
 from nvflare_processes import (  # noqa: E402
     ending,
+    environment,
     model_in,
     poc_alone,
     processes_in,
@@ -82,6 +83,30 @@ def test_nvflare_and_the_library_s_simulation_agree(tmp_path, form):
             )  # the calibration counts
         else:
             np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_the_job_says_at_once_that_data_are_missing(tmp_path):
+    write_app("nvflare-app", tmp_path / "app")
+    (tmp_path / "data").mkdir()
+    nowhere = {"FEDBATCHNORM_DATA": str(tmp_path / "data"), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    command = [sys.executable, "job.py", "--dataset=cifar10", "--clients=2"]
+    how = {"cwd": tmp_path / "app", "env": environment(tmp_path) | nowhere, "capture_output": True}
+    done = subprocess.run(command, **how, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert f"CIFAR-10 is not in {tmp_path / 'data'} and could not be downloaded" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "app" / "workspace").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.cifar10
+def test_the_job_runs_on_cifar10(tmp_path):
+    write_app("nvflare-app", tmp_path / "app")
+    flags = ("--dataset=cifar10", "--clients=3", "--gamma=0.5", "--rounds=1", "--lr=0.01")
+    text = run_job(tmp_path / "app", *flags)
+    assert "statistics calibrated by 3 of 3 clients" in text
+    assert rounds_in(text) == [(1, 3, 3, 3)]
+    assert float(re.search(r"test accuracy ([\d.]+)%", text)[1]) > 25
 
 
 @pytest.fixture

@@ -174,7 +174,8 @@ def test_clients_that_fail_or_are_killed_are_passed_over(caplog):
         found = Federation(Clients(), aggregator_of(quorum=2), rounds=3, spoil=spoil, round_timeout=9).run()
     assert found.panics == []
     assert found.wire.timeout == 9
-    assert "round 2: client site-1 failed: EXECUTION_EXCEPTION" in caplog.text
+    why = "EXECUTION_EXCEPTION; the log of site-1 says why"
+    assert f"round 2: client site-1 failed: {why}" in caplog.text
     assert "round 3: no answer from clients site-2, site-3, 2 of 4 asked" in caplog.text
     assert "round 3: 4 asked, 2 answered, 2 used" in caplog.text
 

@@ -25,7 +25,7 @@ from fedbatchnorm.adapters.scaffold import write_app
 EXAMPLES = Path(__file__).parents[2] / "examples" / "flower"
 sys.path += [str(EXAMPLES), str(EXAMPLES / "app")]
 from fbn_app import client_app, server_app  # noqa: E402
-from federation import Federation  # noqa: E402
+from federation import Federation, below, command_of  # noqa: E402
 
 USUAL = tomllib.loads((EXAMPLES / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 STRATEGIES = FedAvg, FedAdam, FedAvgM, FedYogi
@@ -221,8 +221,8 @@ class _Run:
 
     def _server(self):
         """The process of this run's server, which the SuperLink has started, or None."""
-        found = _children(self.federation.processes["superlink"].pid)
-        servers = [number for number, command in found.items() if "flwr-serverapp" in command]
+        found = below(self.federation.processes["superlink"].pid)
+        servers = [number for number in found if "flwr-serverapp" in command_of(number)]
         return max(servers, default=None)
 
     def _written(self):
@@ -231,7 +231,7 @@ class _Run:
         return None
 
     def _ended(self, server):
-        return server not in _children(self.federation.processes["superlink"].pid)
+        return server not in below(self.federation.processes["superlink"].pid)
 
     def _until(self, what):
         until = time.monotonic() + PATIENCE
@@ -243,19 +243,3 @@ class _Run:
 
     def _until_time(self, seconds):
         time.sleep(seconds)
-
-
-def _children(root):
-    """Processes below this one, by number, with their command lines."""
-    parents, commands = {}, {}
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            number, stat = int(folder.name), (folder / "stat").read_text().rpartition(")")[2].split()
-            if stat[0] != "Z":
-                parents[number] = int(stat[1])
-                commands[number] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    below, size = {root}, 0
-    while size != len(below):
-        size = len(below)
-        below |= {number for number, parent in parents.items() if parent in below}
-    return {number: commands[number] for number in below if number in commands}

@@ -65,7 +65,7 @@ class Case:
         quorum: of the server.
         liars: above 0, the server uses a robust rule against so many.
         restarts: the round in which the server is killed, once; 0 is never.
-        timeout: seconds that a round waits for those that do not answer.
+        timeout: seconds that a round waits for those that do not answer, where the engine does not notice.
     """
 
     folder: str

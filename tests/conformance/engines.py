@@ -20,6 +20,7 @@ from fedbatchnorm.adapters.replies import Reply
 from fedbatchnorm.adapters.session import Session
 
 HERE = Path(__file__).parent
+LONG = 300  # seconds until what a process should do has failed; who passes does not wait so long
 sys.path[:0] = [str(HERE.parent / "adapters"), str(HERE.parents[1] / "examples" / "flower")]
 
 
@@ -153,9 +154,6 @@ class FlowerLoopback(Engine):
     cannot: Mapping[str, str] = MappingProxyType(
         {
             "traffic": "what a message holds is the same as in one process",
-            # Supposed cause: the SuperLink still refuses the SuperNode that the run before has killed.
-            "cohorts": "taken out with the robust rule; it passed before, and in one process",
-            "robust rule": "taken out: the last of three runs timed out; passed in one process",
         }
     )
 
@@ -170,8 +168,9 @@ class FlowerLoopback(Engine):
         self.federation.__exit__(*error)
 
     def run(self, case):
-        from federation import running
+        from federation import below, command_of, running
 
+        self.federation.revive()  # those that the run before has killed
         app, folder = self.place / f"app {case.folder.rpartition('/')[2]}", Path(case.folder)
         shutil.copytree(HERE / "flower_job", app, ignore=shutil.ignore_patterns("__pycache__"))
         project = app / "pyproject.toml"
@@ -180,44 +179,27 @@ class FlowerLoopback(Engine):
         run = self.federation.submit(app, settings)
         dying = [key for key, fault in case.faults.items() if fault == "dies"]
         if case.restarts:
-            self._until(lambda: (folder / "waiting").exists(), 120 * PATIENCE)
-            before = running()
-            link = self.federation.processes["superlink"].pid
-            [server] = [n for n in _below(link, before) if "flwr-serverapp" in _command(n)]
+            self._until(lambda: (folder / "waiting").exists())
+            started = below(self.federation.processes["superlink"].pid)
+            [server] = [number for number in started if "flwr-serverapp" in command_of(number)]
             os.kill(server, signal.SIGKILL)
-            self._until(lambda: server not in running(), 20 * PATIENCE)
+            self._until(lambda: server not in running())
             (folder / "killed").touch()
-            self.federation.wait(run, 60 * PATIENCE)
             run = self.federation.submit(app, settings)
         for key in dying:
             number, _, index = key.partition("/")
-            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists(), 120 * PATIENCE)
+            self._until(lambda n=number, i=index: (folder / f"seen-{n}-{i}.npz").exists())
             self.federation.kill(int(index))
-        status = self.federation.wait(run, 200 * PATIENCE)
+        status = self.federation.wait(run, LONG * PATIENCE)
         assert status == "finished:completed", self.federation.server_log(run)[-3000:]
-        for key in dying:  # for the next run
-            self.federation.start_node(int(key.partition("/")[2]))
         said = (folder / "said.txt").read_text().splitlines()
         return Outcome(case, said, [self.federation.ids[i] for i in range(case.clients)])
 
-    def _until(self, what, seconds):
-        until = time.monotonic() + seconds
+    def _until(self, what):
+        until = time.monotonic() + LONG * PATIENCE
         while not what():
             assert time.monotonic() < until, self.federation.log("superlink")[-3000:]
             time.sleep(0.1)
-
-
-def _below(root, everybody):
-    found = [root]
-    for number in found:  # which grows
-        found += [child for child, (parent, _) in everybody.items() if parent == number]
-    return found
-
-
-def _command(number):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
 
 
 class NVFlareHere(Engine):
@@ -302,28 +284,31 @@ class NVFlareSimulator(Engine):
         {
             "a server killed and resumed": "the simulator ends with its server; tried in one process",
             "a client killed in mid-round": "tried in POC",
-            "robust rule": "tried in one process",
             "traffic": "what a message holds is the same as in one process",
         }
     )
 
     def run(self, case):
-        from nvflare_processes import ending, environment
+        from nvflare_processes import ending
 
-        folder = Path(case.folder)
-        job = self._job(case)
-        with ending(folder):
-            done = subprocess.run(
-                [sys.executable, "job.py", self.kind, str(case.save()), str(HERE)],
-                cwd=job,
-                env=environment(folder),
-                capture_output=True,
-                text=True,
-                timeout=300 * PATIENCE,
-                check=False,
-            )
+        with ending(Path(case.folder)):
+            return self._outcome(case, self._submit(case, self.kind))
+
+    def _submit(self, case, kind):
+        """Runs the job to its end; returns what it printed."""
+        from nvflare_processes import environment
+
+        done = subprocess.run(
+            [sys.executable, "job.py", kind, str(case.save()), str(HERE)],
+            cwd=self._job(case),
+            env=environment(Path(case.folder)),
+            capture_output=True,
+            text=True,
+            timeout=LONG * PATIENCE,
+            check=False,
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        return self._outcome(case, done.stdout + done.stderr)
+        return done.stdout + done.stderr
 
     def _job(self, case):
         return shutil.copytree(HERE / "nvflare_job", Path(case.folder) / "job")
@@ -334,22 +319,34 @@ class NVFlareSimulator(Engine):
 
 
 class NVFlarePoc(NVFlareSimulator):
-    """NVFlare's server and clients as processes of their own, provisioned with certificates."""
+    """NVFlare's server and clients as processes of their own, provisioned with certificates.
+
+    Where a client is to be killed the job runs in a PocEnv, else in a ProdEnv, on a federation that is there.
+    """
 
     title, kind = "NVFlare, POC", "poc"
     cannot: Mapping[str, str] = MappingProxyType(
         {
             "a server killed and resumed": "tried in one process",
-            "cohorts": "tried in the simulator",
-            "robust rule": "tried in one process",
             "traffic": "what a message holds is the same as in one process",
         }
     )
 
     def run(self, case):
-        from nvflare_processes import ending, poc_alone, processes_in, start_poc, wait_for
+        from nvflare_processes import (
+            ending,
+            poc_alone,
+            poc_federation,
+            processes_in,
+            start_poc,
+            wait_for,
+        )
 
         folder, dying = Path(case.folder), [k for k, fault in case.faults.items() if fault == "dies"]
+        if not dying:
+            with poc_federation(folder, case.clients):
+                self._submit(case, "prod")
+                return self._outcome(case, self._logs(folder))
         job, file = self._job(case), case.save()
         out = job / "out.txt"
         with (
@@ -365,9 +362,13 @@ class NVFlarePoc(NVFlareSimulator):
                     victim.kill()
             assert wait_for(lambda: process.poll() is not None, 200 * PATIENCE), out.read_text()[-3000:]
             assert process.returncode == 0, out.read_text()[-4000:]
-            logs = [file.read_text() for file in folder.rglob("log.txt") if "/server/" in str(file)]
-            logs += [file.read_text() for file in folder.rglob("transfer/*/workspace/log.txt")]
-        return self._outcome(case, "\n".join(logs))
+            return self._outcome(case, self._logs(folder))
+
+    def _logs(self, folder):
+        """What the servers wrote: that of the federation, and that of the job."""
+        logs = [file.read_text() for file in folder.rglob("log.txt") if "/server/" in str(file)]
+        logs += [file.read_text() for file in folder.rglob("transfer/*/workspace/log.txt")]
+        return "\n".join(logs)
 
 
 ENGINES = [Core, FlowerHere, FlowerLoopback, NVFlareHere, NVFlareSimulator, NVFlarePoc]

@@ -1,6 +1,7 @@
 """Every engine, the same properties: what a cell of the table in docs/engines.md says, a test has found."""
 
 import fcntl
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -158,7 +159,9 @@ def test_a_client_at_fault_is_left_out_of_statistics_and_parameters(engine, faul
 def test_a_round_is_that_of_those_who_are_left(engine, hostile):
     outcome = hostile(engine)
     assert outcome.rounds()[4] == (CLIENTS, CLIENTS - 1, CLIENTS - 2)  # another one is stale
-    assert any("round 4: " in line and ("no answer" in line or "failed" in line) for line in outcome.lines)
+    about = [x for x in outcome.lines if "round 4: " in x and ("no answer" in x or "failed" in x)]
+    assert len(about) == 1, about
+    assert re.search(rf"\b{outcome.names[3]}\b", about[0])
     assert 3 in outcome.seen(4, "norm")  # it had trained
     assert_exact(outcome)
 
@@ -180,7 +183,8 @@ def test_a_server_that_was_killed_continues_where_it_was(engine, hostile, outcom
 def test_below_the_quorum_nothing_changes(engine, hostile):
     outcome = hostile(engine)
     assert outcome.rounds()[3] == (CLIENTS, CLIENTS, 1)
-    assert any("round 3: " in line and "2 are needed: nothing changes" in line for line in outcome.lines)
+    [counts] = [line for line in outcome.lines if "round 3: " in line and "asked, " in line]
+    assert "2 are needed: nothing changes" in counts
     assert_exact(outcome)
 
 

@@ -8,7 +8,7 @@ import torch
 from model import model_for
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import PocEnv, SimEnv
-from task import accuracy
+from task import accuracy, load_data
 
 from fedbatchnorm.adapters.nvflare import FederatedBatchNormAggregator
 from fedbatchnorm.adapters.nvflare_recipe import FederatedBatchNormRecipe
@@ -58,6 +58,10 @@ def recipe_for(args):
 def main():
     """Run the job, and say how good the model has become."""
     args = arguments()
+    try:
+        load_data(args.dataset)  # else it is every client that misses it, in the middle of a long log
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     recipe = recipe_for(args)
     workspace = pathlib.Path(args.workspace).resolve()
     if args.env == "sim":

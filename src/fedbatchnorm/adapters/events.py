@@ -16,8 +16,8 @@ class Event(NamedTuple):
 
     Attributes:
         round: of training; 0 is the calibration.
-        kind: left_out, empty, failed, no_answer, notice, metric, round, nothing_changed, calibrated,
-            diverged, restored, resumed or finished.
+        kind: left_out, empty, failed, no_answer, notice, metric, round, nothing_changed (in place of round
+            where a round is without effect), calibrated, diverged, restored, resumed or finished.
         text: the line.
         level: of `logging`.
         client: the id of the client that it is about.

@@ -39,7 +39,7 @@ from .session import Session
 from .settings import Options, check_population
 
 try:
-    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import Result, Strategy
 except ImportError as error:
@@ -100,6 +100,7 @@ class FederatedBatchNormStrategy(Strategy):
             **options,
         )
         self._done = 0
+        self._sent: list[Metadata] = []
 
     @property
     def gradient(self) -> float | None:
@@ -169,7 +170,7 @@ class FederatedBatchNormStrategy(Strategy):
         number = server_round + self._done
         messages = list(self.strategy.configure_train(number, parameters, config, grid))
         _add(messages, beside(request))
-        asked = [message.metadata.dst_node_id for message in messages]
+        asked = self._sends(messages)
         self.session.ask(asked, self._population_of(len(asked), grid))
         return messages
 
@@ -182,7 +183,7 @@ class FederatedBatchNormStrategy(Strategy):
         number = server_round + self._done
         messages = list(self.strategy.configure_evaluate(number, parameters, config, grid))
         _add(messages, {STATISTICS: beside(request)[STATISTICS]})
-        self.session.ask([message.metadata.dst_node_id for message in messages])
+        self.session.ask(self._sends(messages))
         return messages
 
     def aggregate_train(
@@ -191,7 +192,7 @@ class FederatedBatchNormStrategy(Strategy):
         """Merge the statistics, and let the wrapped strategy aggregate the parameters of the same replies."""
         number, replies = server_round + self._done, _in_order(replies)
         try:
-            taken = self.session.take(number, replies_of(replies))
+            taken = self.session.take(number, replies_of(replies, sent=self._sent))
         except DivergedError as error:
             error.arrays = record_of(error.arrays)
             raise
@@ -211,7 +212,7 @@ class FederatedBatchNormStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """As the wrapped strategy does, from the replies whose metrics are usable."""
         number, replies = server_round + self._done, _in_order(replies)
-        taken = self.session.evaluated(number, replies_of(replies, trains=False))
+        taken = self.session.evaluated(number, replies_of(replies, False, self._sent))
         answers = _answers(replies)
         used, (_, name) = [answers[node] for node in taken.used or ()], usual_names(answers.values())
         for message in used:
@@ -247,8 +248,14 @@ class FederatedBatchNormStrategy(Strategy):
             STATISTICS: record_of(request.statistics),
         }
         messages = [Message(RecordDict(dict(content)), node, CALIBRATE) for node in chosen]
-        replies = replies_of(grid.send_and_receive(messages, timeout=timeout), trains=False)
-        return self.session.calibrated(replies, chosen, self._population_of(size, grid))
+        asked = self._sends(messages)
+        replies = replies_of(grid.send_and_receive(messages, timeout=timeout), False, self._sent)
+        return self.session.calibrated(replies, asked, self._population_of(size, grid))
+
+    def _sends(self, messages: Iterable[Message]) -> list[Hashable]:
+        """To whom; kept without the contents, until the answers come."""
+        self._sent = [message.metadata for message in messages]
+        return [metadata.dst_node_id for metadata in self._sent]
 
     def _population_of(self, asked: int, grid: Grid) -> int | None:
         """How many clients those of a round represent; those that drop out do not count."""

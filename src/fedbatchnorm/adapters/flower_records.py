@@ -15,7 +15,7 @@ from .replies import Reply
 from .session import Request, Taken
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 except ImportError as error:
     raise needs("Flower", "flower", error) from error
 
@@ -98,12 +98,20 @@ def beside(request: Request) -> dict[str, ArrayRecord | ConfigRecord]:
     return found | ({GRADIENT: ConfigRecord(dict(request.settings))} if request.settings else {})
 
 
-def replies_of(messages: Iterable[Message], trains: bool = True) -> list[Reply]:
-    """The replies of Flower's nodes, as the core's `Reply`."""
-    messages = list(messages)
+def replies_of(
+    messages: Iterable[Message], trains: bool = True, sent: Iterable[Metadata] = ()
+) -> list[Reply]:
+    """The replies of Flower's nodes, as the core's `Reply`.
+
+    Args:
+        messages: the answers.
+        trains: whether they hold parameters.
+        sent: of what is answered: the SuperLink answers in its own name for a node that is gone.
+    """
+    messages, asked = list(messages), {to.message_id: to.dst_node_id for to in sent if to.message_id}
     answers = [message.content for message in messages if not message.has_error()]
     usual = _usual_names(answers)
-    return [_reply(message, usual, trains) for message in messages]
+    return [_reply(message, usual, trains, asked) for message in messages]
 
 
 def contents_of(
@@ -132,9 +140,10 @@ def _usual_names(answers: list[RecordDict]) -> tuple[str, str]:
     return tuple(c.most_common(1)[0][0] if c else "" for c in (parameters, metrics))  # pyrefly: ignore
 
 
-def _reply(message: Message, usual: tuple[str, str], trains: bool) -> Reply:
+def _reply(message: Message, usual: tuple[str, str], trains: bool, asked: Mapping[str, int]) -> Reply:
     node = message.metadata.src_node_id
     if message.has_error():
+        node = asked.get(message.metadata.reply_to_message_id, node)
         return Reply(node, failure=message.error.reason or "no reason was given")
     content, problem = message.content, ""
     records, metrics = list(_parameter_records(content).values()), dict(content.metric_records)

@@ -72,7 +72,7 @@ class FederatedBatchNormFedAvg(FedAvg):
     ) -> bool:
         code = result.get_return_code()
         if code and code != ReturnCode.OK and not is_unknown_task:
-            self._ours.fail(client_name, code)
+            self._ours.fail(client_name, f"{code}; the log of {client_name} says why")
         return super()._accept_train_result(client_name, result, fl_ctx, is_unknown_task)
 
 

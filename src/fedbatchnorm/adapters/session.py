@@ -347,7 +347,8 @@ class Session:
         if not enough:
             least = f", {self.settings.quorum} are needed" if self.settings.quorum > len(good) > 0 else ""
             self.tell(number, "nothing_changed", f"{text}{least}: nothing changes", WARNING, values=values)
-        self.tell(number, "round", text, values=values)
+        else:
+            self.tell(number, "round", text, values=values)
 
     def _taken(self, number: int, replies: Mapping[Hashable, Reply]) -> Taken:
         weight = self._weight()

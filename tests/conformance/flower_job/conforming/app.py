@@ -58,4 +58,5 @@ def main(grid, context):
         **case.options(),
     )
     arrays = ArrayRecord(cases.Net().state_dict())
-    strategy.start(grid, arrays, num_rounds=case.rounds, timeout=case.timeout)
+    # A SuperLink answers for a node that is gone, at most a minute after its last heartbeat.
+    strategy.start(grid, arrays, num_rounds=case.rounds, timeout=600)
