@@ -42,15 +42,28 @@ def touched(layers: Mapping[str, Any]) -> list[str]:
     Writing the same values once more is no change: DistributedDataParallel does it in every step.
     """
     found: list[str] = []
-    for group in _alike(layer for layer in layers.values() if layer._noted is not None):
-        if group[0]._buffers["running_mean"].is_meta:
-            continue
+    for group in _noted(layers):
         then = [layer._noted.values for layer in group]
         if not _equal(_side_by_side(group), torch.cat(then)):
             names = {id(layer): name for name, layer in layers.items()}
             pairs = zip(group, _values(group), then, strict=True)
             found += [names[id(layer)] for layer, one, two in pairs if not _equal(one, two)]
     return found
+
+
+def suspicions(layers: Mapping[str, Any]) -> list[Tensor]:
+    """Whether anything may be `touched`, for each group of layers, without waiting for a device."""
+    found = []
+    for group in _noted(layers):
+        now, then = _side_by_side(group), torch.cat([layer._noted.values for layer in group])
+        alike = now.shape == then.shape and now.device == then.device
+        found.append((now != then).any() if alike else torch.tensor(True))
+    return found
+
+
+def _noted(layers: Mapping[str, Any]) -> list[list[Any]]:
+    groups = _alike(layer for layer in layers.values() if layer._noted is not None)
+    return [group for group in groups if not group[0]._buffers["running_mean"].is_meta]
 
 
 def warn_of_changes(layers: Mapping[str, Any]) -> None:
