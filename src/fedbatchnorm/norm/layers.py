@@ -245,8 +245,9 @@ def _is_forward() -> bool:
 
 def _version(weight: Tensor | None) -> int | None:
     """A number that changes when the optimizer steps; None where nothing tells."""
-    known = weight is not None and weight.requires_grad and weight.is_leaf
-    return weight._version if known else None
+    if weight is None or not weight.requires_grad or not weight.is_leaf:
+        return None
+    return weight._version
 
 
 def seen_by(
