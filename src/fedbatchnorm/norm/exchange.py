@@ -167,7 +167,8 @@ def _look_fine(shared: Mapping[str, Running], channels: Mapping[str, int] | None
     tensors = (*means, *variances)
     sizes = [mean.shape for mean in means] if channels is None else [(channels[name],) for name in shared]
     if not (
-        all(map(is_ordinary, tensors))
+        {t.dtype for t in tensors}.issubset(DTYPES)
+        and {t.layout for t in tensors} == {torch.strided}
         and [t.shape for t in tensors] == sizes * 2
         and all(len(size) == 1 for size in sizes)
         and all(type(steps) is int and 0 <= steps < 2**63 for steps in tracked)

@@ -97,14 +97,18 @@ def _values(group: list[Any]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         # Copies, for a view is pickled with all layers' values.
         sizes = [2 * layer._buffers["running_mean"].numel() for layer in group]
-        return list(torch.split_with_sizes_copy(_side_by_side(group), sizes))  # pyrefly: ignore
+        return list(torch.split_with_sizes_copy(_joined(group), sizes))  # pyrefly: ignore
 
 
 def _side_by_side(group: list[Any]) -> Tensor:
     """Each layer's mean and variance, one layer after another."""
     with torch.inference_mode(False), torch.no_grad():
-        buffers = [layer._buffers for layer in group]
-        return torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
+        return _joined(group)
+
+
+def _joined(group: list[Any]) -> Tensor:
+    buffers = [layer._buffers for layer in group]
+    return torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:
