@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -32,6 +33,12 @@ def arguments(text, rounds):
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
     return args
+
+
+def clock(device="cpu"):
+    """With one thread on a CPU, the time that the process itself had: others on the machine take the rest."""
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
 
 
 def ratio(times, name, base):

@@ -14,7 +14,7 @@ import statistics
 import time
 
 import torch
-from common import arguments, keep_memory, ratio, write
+from common import arguments, clock, keep_memory, ratio, write
 from flwr.server.strategy.aggregate import aggregate
 from networks import densenet121, mobilenet_v2
 from torch import nn
@@ -50,12 +50,6 @@ class Client:
         update = fbn.collect(self.model)
         fbn.load_statistics(self.model, shared)
         return update
-
-
-def clock(device="cpu"):
-    """With one thread on a CPU, the time that the process itself had: others on the machine take the rest."""
-    alone = device == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if alone else time.perf_counter
 
 
 def seconds(work, device="cpu"):

@@ -7,13 +7,14 @@ Each round times every contender once, so that whatever else the machine does hi
 each round begins with another one, since what ran before decides what the allocator has at hand.
 The figure is the ratio of the medians. The C library is told to keep freed memory: otherwise it gives
 back and faults in every large tensor anew, which takes longer than the work itself and varies by run.
+On a machine that others use too, OMP_NUM_THREADS=1 measures the time that the process itself had.
 """
 
 import statistics
 import time
 
 import torch
-from common import arguments, keep_memory, ratio, write
+from common import arguments, clock, keep_memory, ratio, write
 from torch import nn
 
 import fedbatchnorm as fbn
@@ -32,12 +33,13 @@ def contenders(channels, device):
 
 
 def timed(layer, x, grad, device):
-    start = time.perf_counter()
+    now = clock(device)
+    start = now()
     layer(x).backward(grad)
     if device == "cuda":
         torch.cuda.synchronize()
     x.grad = None
-    return time.perf_counter() - start
+    return now() - start
 
 
 def measure(shape, layout, device, rounds):
@@ -79,7 +81,8 @@ def main():
                 f"{shape!s:>20} {layout:>14}" + "".join(f"{v:>14.2f}" for v in list(row.values())[2:]),
                 flush=True,
             )
-    write(args, {"rounds": args.rounds, "rows": rows})
+    kind = "CPU time" if clock(args.device) is time.process_time else "wall time"
+    write(args, {"clock": kind, "rounds": args.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

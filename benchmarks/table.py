@@ -49,7 +49,8 @@ model with torch's BatchNorm; and `collect` and `load_statistics` together, as a
 round of one step). The second has the server's `merge` of many clients' updates, checks included, beside
 Flower's averaging of the same model's parameters (its `aggregate`, used by FedAvg) and beside plain loops
 over layers and clients without checks. "Before" is an earlier version that handled each layer and client
-separately. `python benchmarks/exchange.py` measures them on your machine.
+separately: `collect` took 64 operations for each layer, where both together now take fewer than 60 in all.
+`python benchmarks/exchange.py` measures them on your machine.
 """
 
 ROUNDS = """
@@ -180,7 +181,8 @@ def layers(result):
     ]
     header = ["shape", "layout", "BatchNorm, eager (ms)"]
     header += [title for key, title in RATIOS.items() if key in result["rows"][0]]
-    return origin(result, f"{result['rounds']} rounds, ") + table(header, rows)
+    clock = f", {result['clock']}" if "clock" in result else ""
+    return origin(result, f"{result['rounds']} rounds{clock}, ") + table(header, rows)
 
 
 BEFORE = {  # of docs in the commits before 3dbbf11, on a machine of the same kind

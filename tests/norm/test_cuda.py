@@ -1,6 +1,7 @@
 """What only a GPU can show: run with a CUDA device, skipped elsewhere."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -157,3 +158,25 @@ def test_statistics_may_live_on_the_device():
     for name in shared:
         assert after[name].mean.is_cuda
         torch.testing.assert_close(after[name].mean.cpu(), expected[name].mean)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 0.7])
+def test_a_round_of_a_client_waits_for_the_device_once(gradient):
+    model = net().cuda()
+    fbn.set_gradient(model, gradient)
+    shared, x = fbn.statistics(model), images().cuda()
+    waits = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        for work in (
+            lambda: fbn.load_statistics(model, shared),
+            lambda: model(x).square().mean().backward(),
+            lambda: fbn.collect(model),
+        ):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                work()
+            waits.append(sum("synchronizing" in str(w.message) for w in found))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == [0, 0, 1]

@@ -236,6 +236,27 @@ def test_compiled(backend):
         torch.testing.assert_close(got, w)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_compiled_layer_gives_what_an_eager_one_does(dtype, limit, affine):
+    layers = [nn.BatchNorm2d(5, affine=affine).to(dtype) for _ in range(2)]
+    eager, compiled = (fbn.convert(layer, gradient=0.7, limit=limit) for layer in layers)
+    x, _, _, _, g = case((8, 5, 4, 4), dtype)
+    torch._dynamo.reset()
+    found = []
+    for layer in (eager, torch.compile(compiled, backend="aot_eager")):
+        own = x.detach().requires_grad_()
+        y = layer(own)
+        y.backward(g)
+        weights = [p.grad for p in layer.parameters()]
+        assert all(t.dtype == dtype for t in (y, own.grad, *weights))
+        found.append([y, own.grad, *weights])
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 0.03, "atol": 0.03}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **close)
+
+
 @pytest.mark.parametrize("limit", [None, 2.0])
 @pytest.mark.parametrize("clients", [1, 2])
 def test_a_share_may_be_a_tensor_that_nobody_reads(clients, limit):

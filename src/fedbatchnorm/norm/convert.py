@@ -17,6 +17,7 @@ from .classes import federated_class, has_own_forward, name_problem, own_forward
 from .gradient import Limit, check_between, check_limit, check_share, share_by_layer
 from .layers import _MARKS, _STATE, FederatedBatchNorm, layer_problem
 from .walk import (
+    KINDS,
     Skip,
     grouped,
     is_batch_norm,
@@ -188,7 +189,7 @@ def inspect(model: nn.Module) -> list[Finding]:
 def federated_layers(model: nn.Module) -> dict[str, FederatedBatchNorm]:
     """Layer name -> layer, without skipped ones; an error names a BatchNorm that has not been converted."""
     layers: dict[str, FederatedBatchNorm] = {}
-    for name, layer in modules(model):
+    for name, layer in modules(model, KINDS):
         federated = isinstance(layer, FederatedBatchNorm)
         if not (federated or is_batch_norm(layer)) or is_skipped(layer):
             continue

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from .convert import federated_layers
-from .flat import grouped, numbers, parts_of, side_by_side, split, union
+from .flat import grouped, numbers, parts_of, side_by_side, split, stacks, union
 from .layers import FederatedBatchNorm, seen_by, start_rounds
 from .messages import DTYPES, Update, new_id, same_layers
 from .moments import Moments, Running, settings_problem, shown
 from .reduce import statistics_dtype
-from .watch import note, refuse_averaging, warn_of_changes
+from .watch import note, refuse_averaging, suspicions, warn_of_changes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,10 +65,13 @@ def load_statistics(model: nn.Module, shared: Mapping[str, Running]) -> None:
         values = [_cast(group, shared) for group in groups]  # all of it before anything is changed
         for group, new in zip(groups, values, strict=True):
             means, variances, tracked = zip(*(_buffers(layer) for _, layer in group), strict=True)
-            parts = new.to(means[0].device).split([len(buffer) for buffer in (*means, *variances)])
+            # Memory that is not pinned is read before the call returns, so that nothing need be waited for.
+            parts = new.to(means[0].device, non_blocking=True).split(
+                [len(buffer) for buffer in (*means, *variances)]
+            )
             torch._foreach_copy_([*means, *variances], parts)
-            steps = torch.tensor([shared[name].tracked for name, _ in group], device=tracked[0].device)
-            torch._foreach_copy_(tracked, steps.unbind())
+            steps = torch.tensor([shared[name].tracked for name, _ in group])
+            torch._foreach_copy_(tracked, steps.to(tracked[0].device, non_blocking=True).unbind())
     start_rounds(list(layers.values()))
     note(layers.values())
 
@@ -99,16 +102,20 @@ def collect(model: nn.Module, *, group: "ProcessGroup | None" = None) -> Update:
     """
     layers = federated_layers(model)
     refuse_averaging(layers)
-    warn_of_changes(layers)
     every = list(layers.values())
-    seen, identity = seen_by(every), new_id()
+    # Everything that is to be read goes in one message: waiting for a GPU is what an exchange costs there.
+    steps = [stacked for _, stacked in stacks([_buffers(layer)[2] for layer in every])]
+    changed = suspicions(layers)
+    seen, read = seen_by(every, [*steps, *changed])
+    current, identity = sum(int(s.sum()) for s in read[: len(steps)]), new_id()
+    if any(map(bool, read[len(steps) :])):
+        warn_of_changes(layers)
     if group is not None:
         device = next((layer._seen.device for layer in every), torch.device("cpu"))
         seen, identity = _gather(seen, identity, group, device)
     start_rounds(every)
     moments = {name: m for name, (m, _) in zip(layers, seen, strict=True)}
     skipped = {name: times for name, (_, times) in zip(layers, seen, strict=True) if times}
-    current = sum(numbers([_buffers(layer)[2] for layer in every]))
     return Update(moments, round=current, skipped=skipped, id=identity)
 
 
@@ -161,7 +168,8 @@ def _look_fine(shared: Mapping[str, Running], channels: Mapping[str, int] | None
     tensors = (*means, *variances)
     sizes = [mean.shape for mean in means] if channels is None else [(channels[name],) for name in shared]
     if not (
-        all(map(is_ordinary, tensors))
+        {t.dtype for t in tensors}.issubset(DTYPES)
+        and {t.layout for t in tensors} == {torch.strided}
         and [t.shape for t in tensors] == sizes * 2
         and all(len(size) == 1 for size in sizes)
         and all(type(steps) is int and 0 <= steps < 2**63 for steps in tracked)

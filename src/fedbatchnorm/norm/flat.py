@@ -28,6 +28,32 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([t.cpu() for t in tensors] if len(devices) > 1 else list(tensors), dim)
 
 
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor on the CPU; those of a device travel as one, so that it is waited for once.
+
+    Example:
+        >>> on_cpu([torch.ones(2, dtype=torch.int64), torch.zeros(1)])
+        [tensor([1, 1]), tensor([0.])]
+    """
+    found = list(tensors)
+    far = [i for i, tensor in enumerate(found) if tensor.device.type != "cpu"]
+    for group in grouped(far, lambda i: _together(found[i])):
+        ours = [found[i] for i in group]
+        values = torch.cat([t.detach().flatten().to(_carrier(t)) for t in ours]).cpu()
+        for i, tensor, part in zip(group, ours, values.split([t.numel() for t in ours]), strict=True):
+            found[i] = part.view(tensor.shape).to(tensor.dtype)
+    return found
+
+
+def _carrier(tensor: Tensor) -> torch.dtype:
+    """A type that holds every value: float64 has all counts that there can be, but MPS has no float64."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64
+
+
+def _together(tensor: Tensor) -> Hashable:
+    return tensor.device, _carrier(tensor)
+
+
 def spread(values: Tensor, sizes: Tensor, channels: int) -> Tensor:
     """One value for each layer, (..., L), to one for each channel, (..., d).
 
@@ -83,13 +109,17 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list
 
 def numbers(tensors: Sequence[Tensor]) -> list[int]:
     """The values of integer tensors of shape (), read in one go for each device."""
-    if len({tensor.device for tensor in tensors}) == 1:
-        return torch.stack(list(tensors)).tolist()
     values = [0] * len(tensors)
-    for group in grouped(range(len(tensors)), lambda i: tensors[i].device):
-        for i, value in zip(group, torch.stack([tensors[i] for i in group]).tolist(), strict=True):
+    for group, stacked in stacks(tensors):
+        for i, value in zip(group, stacked.tolist(), strict=True):
             values[i] = value
     return values
+
+
+def stacks(tensors: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
+    """Tensors of shape () by device: which ones, and their values as one tensor."""
+    groups = grouped(range(len(tensors)), lambda i: tensors[i].device)
+    return [(group, torch.stack([tensors[i] for i in group])) for group in groups]
 
 
 def parts_of(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

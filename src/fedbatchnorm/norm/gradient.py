@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .reduce import statistics_dtype
+from .reduce import over_channels, statistics_dtype
 
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
@@ -166,7 +166,9 @@ def normalize_and_hold(
     eps: float,
     share: float | Tensor,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias with `hold` before it, for one client, in torch's kernels.
+    """(x - mean) / sqrt(var + eps) * weight + bias with `hold` before it, for one client.
+
+    It is done in torch's kernels, or written out where it is compiled.
 
     Args:
         x: (batch, c, ...).
@@ -179,7 +181,8 @@ def normalize_and_hold(
         eps: added to variances.
         share: rho.
     """
-    return _NormalizeAndHold.apply(x, mean, var, weight, bias, batch_mean, batch_var, eps, share)  # pyrefly: ignore
+    how = _WrittenOut if torch.compiler.is_compiling() else _NormalizeAndHold
+    return how.apply(x, mean, var, weight, bias, batch_mean, batch_var, eps, share)  # pyrefly: ignore
 
 
 def held(
@@ -324,20 +327,44 @@ def _as_planes(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _written_out(ctx, g, x, mean, var, weight, u, batch_var) -> tuple[Tensor | None, ...]:
-    """The gradients of `_NormalizeAndHold` in operations that autograd can differentiate."""
-    shape, over = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
-    rstd = (var + ctx.eps).rsqrt()
+    """The gradients of `_NormalizeAndHold` in operations that a compiler fuses and autograd differentiates.
+
+    Two sums of each channel are enough, sum(g) and sum(g (x - u)): compiled, that is one pass for both.
+    """
+    shape, over, dtype = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())], statistics_dtype(x)
+    rstd, own = (var.to(dtype) + ctx.eps).rsqrt(), (batch_var + ctx.eps).rsqrt()
     factor = rstd if weight is None else rstd * weight
-    dx = held(g * factor.view(shape), x, u[None], batch_var[None], None, ctx.eps, ctx.share)
-    for_weight = None if weight is None else (g * (x - mean.view(shape)) * rstd.view(shape)).sum(over)
-    return (
-        dx,
-        None,
-        None,
-        for_weight,
-        g.sum(over) if ctx.needs_input_grad[4] else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    values, away = g.to(dtype), x.to(dtype) - u.view(shape)
+    level, moment = values.sum(over), (values * away).sum(over)
+    part = -ctx.share / (x.numel() // x.shape[1])
+    held = values + (part * level).view(shape) + away * (part * moment * own.square()).view(shape)
+    dx = (factor.view(shape) * held).to(g.dtype)
+    for_weight = None if weight is None else ((moment + (u - mean) * level) * rstd).to(weight.dtype)
+    for_bias = level.to(g.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[4] else None
+    return dx, None, None, for_weight, for_bias, None, None, None, None
+
+
+class _WrittenOut(torch.autograd.Function):
+    """`normalize_and_hold` for a compiler, around the shared normalization as it writes it out."""
+
+    @staticmethod
+    def forward(ctx, x, mean, var, weight, bias, batch_mean, batch_var, eps, share):
+        ctx.eps, ctx.share = eps, share
+        ctx.save_for_backward(x, mean, var, weight, batch_mean, batch_var)
+        return written_out(x, mean, var, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _written_out(ctx, gradients[0], *ctx.saved_tensors)
+
+
+def written_out(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The shared normalization in operations that a compiler fuses with their neighbors.
+
+    Vectors are (c,) or (clients, c).
+    """
+    scale = (var.to(statistics_dtype(x)) + eps).rsqrt()
+    y = (x - over_channels(mean, x)) * over_channels(scale if weight is None else scale * weight, x)
+    return (y if bias is None else y + over_channels(bias, x)).to(x.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .flat import Flat, grouped, side_by_side, split, union
+from .flat import Flat, grouped, on_cpu, side_by_side, split, union
 from .gradient import GRADIENT, Limit, limit_for
 from .moments import Moments, Running, absorb, accumulator_dtype, normalize, normalize_own, settings_problem
 from .reduce import in_transform
@@ -168,7 +168,7 @@ class FederatedBatchNorm(_BatchNorm):
 
     def seen(self) -> tuple[Moments, int]:
         """What the round has seen, as float64 on the CPU, and how many passes were refused."""
-        return seen_by([self])[0]
+        return seen_by([self])[0][0]
 
     def _accumulators(self) -> list[Tensor]:
         return [getattr(self, name) for name in _TENSORS]
@@ -245,23 +245,34 @@ def _is_forward() -> bool:
 
 def _version(weight: Tensor | None) -> int | None:
     """A number that changes when the optimizer steps; None where nothing tells."""
-    known = weight is not None and weight.requires_grad and weight.is_leaf
-    return weight._version if known else None
+    if weight is None or not weight.requires_grad or not weight.is_leaf:
+        return None
+    return weight._version
 
 
-def seen_by(layers: Sequence[FederatedBatchNorm]) -> list[tuple[Moments, int]]:
+def seen_by(
+    layers: Sequence[FederatedBatchNorm], beside: Sequence[Tensor] = ()
+) -> tuple[list[tuple[Moments, int]], list[Tensor]]:
     """What each layer has seen in the round, float64 on the CPU, and how many passes it refused.
 
     Layers that saw equally many passes are taken together: the number of operations does not grow with them,
-    and a device is waited for once, or twice where passes were added up.
+    and a device is waited for once.
+
+    Args:
+        layers: any.
+        beside: what else is to be read from the device; it comes back on the CPU.
     """
+    groups = grouped(range(len(layers)), lambda i: _kind(layers[i]))
+    held = [_gathered([layers[i] for i in group]) for group in groups]
+    values = iter(on_cpu([*(t for tensors in held for t in tensors), *beside]))
     found: list[tuple[Moments, int] | None] = [None] * len(layers)
-    for group in grouped(range(len(layers)), lambda i: _kind(layers[i])):
-        sizes = [layers[i].num_features for i in group]
-        flat = _union([layers[i] for i in group], sizes)
+    for group, tensors in zip(groups, held, strict=True):
+        members = [layers[i] for i in group]
+        sizes = [layer.num_features for layer in members]
+        flat = _union(members, sizes, [next(values) for _ in tensors])
         for i, moments, refused in zip(group, split(flat, sizes), flat.refused.tolist(), strict=True):
             found[i] = moments, refused
-    return found  # pyrefly: ignore
+    return found, list(values)  # pyrefly: ignore
 
 
 def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
@@ -295,20 +306,32 @@ def _kind(layer: FederatedBatchNorm) -> tuple:
     )
 
 
-def _union(layers: list[FederatedBatchNorm], sizes: list[int]) -> Flat:
-    """What these layers have seen, pending passes included, on the CPU (at most two waits for a device)."""
-    like, counts, values = layers[0]._seen, [], []  # (rows, L), (2, rows, d)
-    refused = torch.zeros(len(layers), dtype=torch.int64)
+def _gathered(layers: list[FederatedBatchNorm]) -> list[Tensor]:
+    """What is to be read of layers of one kind: count and refused of each with what was added up, if anything
+    may have been, and for every pending pass the means, then the variances of all, (d,) or (n, d) each."""
+    held = []
     if layers[0]._added or not layers[0]._pending:
-        numbers = torch.stack([n for layer in layers for n in (layer._count, layer._refused)]).cpu()
+        numbers = torch.stack([n for layer in layers for n in (layer._count, layer._refused)])
+        held += [numbers, side_by_side([layer._seen for layer in layers], 1)]
+    for moments in zip(*([p.moments for p in layer._pending] for layer in layers), strict=True):
+        held.append(side_by_side([*(m.mean for m in moments), *(m.var for m in moments)], -1))
+    return held
+
+
+def _union(layers: list[FederatedBatchNorm], sizes: list[int], held: list[Tensor]) -> Flat:
+    """What these layers have seen, pending passes included, from what was gathered, on the CPU."""
+    counts, values, refused = [], [], torch.zeros(len(layers), dtype=torch.int64)  # (rows, L), (2, rows, d)
+    passes = len(layers[0]._pending)
+    if len(held) > passes:
+        numbers, seen, *held = held
         count, refused = numbers.view(-1, 2).unbind(1)
         counts.append(count.unsqueeze(0))
-        values.append(side_by_side([layer._seen for layer in layers], 1).unsqueeze(1))
-    for moments in zip(*([p.moments for p in layer._pending] for layer in layers), strict=True):
-        both = side_by_side([*(m.mean for m in moments), *(m.var for m in moments)], -1).to(like.dtype)
-        values.append(both.view(-1, 2, sum(sizes)).transpose(0, 1))
-        counts.append(torch.tensor([[m.count for m in moments]] * values[-1].shape[1]))
-    count, (mean, var) = torch.cat(counts), torch.cat(values, 1).detach().cpu().double()
+        values.append(seen.double().unsqueeze(1))
+    for i, both in enumerate(held):
+        values.append(both.detach().double().view(-1, 2, sum(sizes)).transpose(0, 1))
+        rows = values[-1].shape[1]
+        counts.append(torch.tensor([[layer._pending[i].moments.count for layer in layers]] * rows))
+    count, (mean, var) = torch.cat(counts), torch.cat(values, 1)
     if len(count) == 1 and (mean.sum() + var.sum()).isfinite():
         return Flat(count[0], refused, mean[0], var[0])  # a union of one
     flat = union(count, mean, var, torch.tensor(sizes))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradient import Batch, hold, limited, normalize_and_hold
-from .reduce import in_transform, mean_and_variance, one_client, over_channels, statistics_dtype
+from .gradient import Batch, hold, limited, normalize_and_hold, written_out
+from .reduce import in_transform, mean_and_variance, one_client, statistics_dtype
 
 _SHOWN, _SHOWN_BITS = 200, 256  # of a value in a message: characters of text, bits of an integer
 _LARGEST = sys.float_info.max
@@ -166,18 +166,19 @@ def with_constants(
     if limit is not None and x.numel():
         assert seen is not None
         mean, var = limited(mean, var, seen.mean, seen.var, running.eps, limit)
+    compiling = torch.compiler.is_compiling()
+    of_clients = any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
     # The kernel does not fuse with its neighbors, and mapped over clients it takes one type alone.
-    plain = torch.compiler.is_compiling() or (x.dtype != mean.dtype and in_transform())
-    plain = plain or any(v is not None and v.dim() > 1 for v in (mean, var, weight, bias))
+    plain = compiling or of_clients or (x.dtype != mean.dtype and in_transform())
     # A share in a tensor is not asked for its value: nothing waits for the device, and graphs stay whole.
     held = (isinstance(gradient, Tensor) or gradient != 0) and x.numel() > 0
-    watched = x.requires_grad or in_transform() or torch.compiler.is_compiling()
+    watched = compiling or x.requires_grad or in_transform()
     forward_mode = torch.autograd.forward_ad._current_level >= 0  # what is computed, differentiated
     if held and watched and not forward_mode:
         assert seen is not None
         batch = Batch(seen.mean, seen.var, running.eps, keep)
-        alone = len(seen.mean) == 1 and keep is None and x.dtype == mean.dtype
-        if alone and not (plain or in_transform()):
+        alone = len(seen.mean) == 1 and keep is None and not of_clients and not in_transform()
+        if alone and (compiling or x.dtype == mean.dtype):
             batch_mean, batch_var = seen.mean[0], seen.var[0]
             return normalize_and_hold(
                 x, mean, var, weight, bias, batch_mean, batch_var, running.eps, gradient
@@ -186,18 +187,6 @@ def with_constants(
     if plain:
         return written_out(x, mean, var, weight, bias, running.eps)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, running.eps, True)
-
-
-def written_out(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    """`with_constants` in operations that a compiler fuses with their neighbors.
-
-    Vectors are (c,) or (clients, c).
-    """
-    scale = (var.to(statistics_dtype(x)) + eps).rsqrt()
-    y = (x - over_channels(mean, x)) * over_channels(scale if weight is None else scale * weight, x)
-    return (y if bias is None else y + over_channels(bias, x)).to(x.dtype)
 
 
 def combine(moments: Moments) -> Moments:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
-_KINDS = (_BatchNorm, torch.jit.ScriptModule)
+KINDS = (_BatchNorm, torch.jit.ScriptModule)
 _WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _STATISTIC = re.compile(r"(running|moving)_|num_batches_tracked$")
 _SKIPPED = "_fedbatchnorm_skipped"  # an attribute of the layer, so that copies and pickles have it too
@@ -22,7 +22,7 @@ _NAMED = 3  # layers that a message names before it counts the rest
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether it is torch's BatchNorm or a subclass, also if it is scripted."""
-    if not isinstance(module, _KINDS):
+    if not isinstance(module, KINDS):
         return False
     return isinstance(module, _BatchNorm) or "BatchNorm" in module.original_name  # pyrefly: ignore
 
@@ -111,13 +111,13 @@ def grouped(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
-def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module once, under its first name and without the names of wrappers.
+def modules(model: nn.Module, kinds: type | tuple[type, ...] = nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module of these kinds once, under its first name and without the names of wrappers.
 
-    Each round of a client walks through its model four times, so this is a list and not nested generators.
+    Each round of a client walks through its model twice, so this is a list and not nested generators.
     """
     seen: set[nn.Module] = {model}
-    found: list[tuple[str, nn.Module]] = [("", model)]
+    found: list[tuple[str, nn.Module]] = [("", model)] if isinstance(model, kinds) else []
 
     def walk(module: nn.Module, place: str, prefix: str) -> None:
         wraps = isinstance(module, _WRAPPERS)
@@ -125,10 +125,14 @@ def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if child is None or child in seen:
                 continue
             seen.add(child)
+            wanted, further = isinstance(child, kinds), child._modules
+            if not (wanted or further):
+                continue
             wrapper = name in _WRAPPER_NAMES or (wraps and name == "module")
             inside = place if wrapper else prefix + name
-            found.append((inside, child))
-            if child._modules:
+            if wanted:
+                found.append((inside, child))
+            if further:
                 walk(child, inside, prefix if wrapper else inside + ".")
 
     walk(model, "", "")

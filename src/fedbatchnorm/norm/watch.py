@@ -42,15 +42,28 @@ def touched(layers: Mapping[str, Any]) -> list[str]:
     Writing the same values again is not a change: DistributedDataParallel does it in every step.
     """
     found: list[str] = []
-    for group in _alike(layer for layer in layers.values() if layer._noted is not None):
-        if group[0]._buffers["running_mean"].is_meta:
-            continue
+    for group in _noted(layers):
         then = [layer._noted.values for layer in group]
         if not _equal(_side_by_side(group), torch.cat(then)):
             names = {id(layer): name for name, layer in layers.items()}
             pairs = zip(group, _values(group), then, strict=True)
             found += [names[id(layer)] for layer, one, two in pairs if not _equal(one, two)]
     return found
+
+
+def suspicions(layers: Mapping[str, Any]) -> list[Tensor]:
+    """Whether anything may be `touched`, for each group of layers, without waiting for a device."""
+    found = []
+    for group in _noted(layers):
+        now, then = _side_by_side(group), torch.cat([layer._noted.values for layer in group])
+        alike = now.shape == then.shape and now.device == then.device
+        found.append((now != then).any() if alike else torch.tensor(True))
+    return found
+
+
+def _noted(layers: Mapping[str, Any]) -> list[list[Any]]:
+    groups = _alike(layer for layer in layers.values() if layer._noted is not None)
+    return [group for group in groups if not group[0]._buffers["running_mean"].is_meta]
 
 
 def warn_of_changes(layers: Mapping[str, Any]) -> None:
@@ -84,14 +97,18 @@ def _values(group: list[Any]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         # Copies, for a view is pickled with all layers' values.
         sizes = [2 * layer._buffers["running_mean"].numel() for layer in group]
-        return list(torch.split_with_sizes_copy(_side_by_side(group), sizes))  # pyrefly: ignore
+        return list(torch.split_with_sizes_copy(_joined(group), sizes))  # pyrefly: ignore
 
 
 def _side_by_side(group: list[Any]) -> Tensor:
     """Each layer's mean and variance, one layer after another."""
     with torch.inference_mode(False), torch.no_grad():
-        buffers = [layer._buffers for layer in group]
-        return torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
+        return _joined(group)
+
+
+def _joined(group: list[Any]) -> Tensor:
+    buffers = [layer._buffers for layer in group]
+    return torch.cat([b[name] for b in buffers for name in ("running_mean", "running_var")])
 
 
 def _alike(layers: Iterable[Any]) -> Iterable[list[Any]]:

@@ -18,8 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ..norm.fused import operator
-from ..norm.gradient import Batch, hold
-from ..norm.moments import written_out
+from ..norm.gradient import Batch, hold, written_out
 from ..norm.reduce import in_one_go, over_channels
 from .convolution import client_conv
 
