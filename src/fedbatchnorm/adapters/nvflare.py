@@ -18,16 +18,13 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from ..aggregation.statistics import MergeResult
-from ..aggregation.verdicts import Verdict
-from ..norm.moments import Running
 from .divergence import DivergedError, NothingTrainedError
 from .events import Event
 from .extras import needs
 from .nvflare_client import STEPS, beside, calibrate, load, reply, wants_calibration
 from .nvflare_records import Parameters, Weighting, converted, for_wrapped, in_kind, mean_metrics, reply_of
 from .replies import Reply
-from .session import Request, Session, Taken
+from .session import OfSession, Request, Session, Taken
 from .settings import Options, Settings, check_population
 
 try:
@@ -54,7 +51,7 @@ __all__ = [
 ]
 
 
-class FederatedBatchNormAggregator(ModelAggregator):
+class FederatedBatchNormAggregator(OfSession, ModelAggregator):
     """Any weighting or aggregator for the parameters, and federated BatchNorm for the statistics.
 
     For NVFlare's FedAvg: `FederatedBatchNormRecipe(aggregator=...)`, or any recipe that takes an aggregator.
@@ -124,26 +121,6 @@ class FederatedBatchNormAggregator(ModelAggregator):
             self.settings = replace(self.settings, model=model)  # pyrefly: ignore
             self._make_session()
         return self
-
-    @property
-    def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
-        return self.session.gradient
-
-    @property
-    def shared(self) -> dict[str, Running]:
-        """The statistics as they are, by layer."""
-        return self.session.shared
-
-    @property
-    def result(self) -> MergeResult | None:
-        """Of the last round what came of the merge."""
-        return self.session.result
-
-    @property
-    def left_out(self) -> dict[Hashable, Verdict]:
-        """Of the last round who was left out and why, by client."""
-        return self.session.left_out
 
     def start(self, params: Mapping[str, Any], rounds: int | None = None) -> int:
         """Begin a run with this model, or where the checkpoint is; returns how many exchanges are left.
