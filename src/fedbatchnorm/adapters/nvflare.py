@@ -158,6 +158,11 @@ class FederatedBatchNormAggregator(OfSession, ModelAggregator):
         meta = beside(self._request.settings, self._calibrates)
         return FLModel(params=self.params(), current_round=self._number, meta=meta)
 
+    @property
+    def number(self) -> int:
+        """Of the round that is next, in the whole run: 0 is the calibration."""
+        return self._number
+
     def params(self) -> dict[str, Any]:
         """The whole model as it is, in the kind in which it came: arrays or tensors."""
         return in_kind(self.session.arrays, self._tensors)
