@@ -338,9 +338,10 @@ class NVFlarePoc(NVFlareSimulator):
             def until(what):
                 assert wait_for(what, LONG * PATIENCE), self._logs(folder)[-4000:]
 
-            job = ends.enter_context(self._started(case))
+            job, before = ends.enter_context(self._started(case)), ""
             if case.restarts:
                 until((folder / "waiting").exists)
+                before = self._logs(folder)  # NVFlare clears away what the job has written
                 [server] = processes_in(folder, "server.runner_process")
                 server.kill()
                 job.kill()
@@ -354,7 +355,7 @@ class NVFlarePoc(NVFlareSimulator):
                     victim.kill()
             until(lambda: job.poll() is not None)
             assert job.returncode == 0, self._logs(folder)[-4000:]
-            return self._outcome(case, self._logs(folder))
+            return self._outcome(case, before + self._logs(folder))
 
     @contextlib.contextmanager
     def _started(self, case):
