@@ -282,7 +282,7 @@ class NVFlareSimulator(Engine):
     title, slow, kind = "NVFlare, simulator", True, "sim"
     cannot: Mapping[str, str] = MappingProxyType(
         {
-            "a server killed and resumed": "the simulator ends with its server; tried in one process",
+            "a server killed and resumed": "the simulator ends with its server; tried in POC",
             "a client killed in mid-round": "tried in POC",
             "traffic": "what a message holds is the same as in one process",
         }
