@@ -109,7 +109,8 @@ def poc_federation(folder, clients):
     """A federation that POC has provisioned and started; nothing is submitted. It ends with the block."""
     program, env, log = Path(sys.executable).parent / "nvflare", environment(folder), folder / "poc.txt"
     with poc_alone(), ending(folder):
-        for command in (("prepare", "-n", str(clients)), ("start", "--timeout", "240")):
+        # NVFlare's own wait for all to be ready has hung where the first try came too early.
+        for command in (("prepare", "-n", str(clients)), ("start", "--no-wait")):
             with log.open("a") as out:  # a pipe would stay open for as long as the services run
                 done = subprocess.run(
                     [program, "poc", *command],
@@ -121,8 +122,12 @@ def poc_federation(folder, clients):
                     timeout=400,
                 )
             assert done.returncode == 0, log.read_text()[-3000:]
-        joined = folder / "poc" / "example_project" / "prod_00" / "server" / "log.txt"
-        assert wait_for(lambda: joined.read_text().count("New client site-") >= clients, 240)
+        server = folder / "poc" / "example_project" / "prod_00" / "server" / "log.txt"
+
+        def joined():
+            return server.exists() and server.read_text().count("New client site-") >= clients
+
+        assert wait_for(joined, 240), log.read_text()[-3000:]
         yield
 
 

@@ -166,9 +166,9 @@ def test_nvflare_alone_loses_the_variance_between_clients():
 
 def test_clients_that_fail_or_are_killed_are_passed_over(caplog):
     def spoil(number, client, answer):
-        if number == 1 and client == 0:
+        if number == 2 and client == 0:
             return failure()
-        return KILLED if number == 2 and client in (1, 2) else answer
+        return KILLED if number == 3 and client in (1, 2) else answer
 
     with caplog.at_level(logging.INFO):
         found = Federation(Clients(), aggregator_of(quorum=2), rounds=3, spoil=spoil, round_timeout=9).run()
@@ -182,7 +182,7 @@ def test_clients_that_fail_or_are_killed_are_passed_over(caplog):
 
 def test_below_the_quorum_the_model_stays_and_the_job_goes_on():
     def spoil(number, client, answer):
-        return KILLED if number == 1 and client else answer
+        return KILLED if number == 2 and client else answer
 
     found = Federation(Clients(), aggregator_of(quorum=2), rounds=3, spoil=spoil).run()
     assert found.panics == []
@@ -211,7 +211,7 @@ def test_a_job_in_which_nothing_is_trained_fails_with_the_reason():
 
 def test_a_job_that_diverges_fails_and_leaves_the_last_good_model():
     def spoil(number, client, answer):
-        return with_params(answer, **{"0_bias": np.full(4, np.nan, "f4")}) if number > 1 else answer
+        return with_params(answer, **{"0_bias": np.full(4, np.nan, "f4")}) if number > 2 else answer
 
     found = Federation(Clients(), aggregator_of(), rounds=9, spoil=spoil).run()
     [panic] = found.panics
@@ -242,9 +242,15 @@ def test_a_server_that_was_killed_continues_to_the_same_bits(tmp_path, caplog):
     )
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    clients.at = dict.fromkeys(range(4), 1)  # they train the open round again
-    found = Federation(clients, aggregator_of(calibrate=True, checkpoint=file), 4).run()
+    clients.at, numbers = dict.fromkeys(range(4), 1), []  # they train the open round again
+
+    def noted(number, client, answer):
+        numbers.append(number)
+        return answer
+
+    found = Federation(clients, aggregator_of(calibrate=True, checkpoint=file), 4, spoil=noted).run()
     assert found.panics == []
+    assert numbers == [3] * 4 + [4] * 4  # by which a client may choose its batches
     for name, value in whole.items():
         np.testing.assert_array_equal(found.saved[-1][name], value, err_msg=name)
     again = Federation(Clients(), aggregator_of(checkpoint=file), 4).run()  # nothing is left of it

@@ -282,36 +282,34 @@ class NVFlareSimulator(Engine):
     title, slow, kind = "NVFlare, simulator", True, "sim"
     cannot: Mapping[str, str] = MappingProxyType(
         {
-            "a server killed and resumed": "the simulator ends with its server; tried in one process",
+            "a server killed and resumed": "the simulator ends with its server; tried in POC",
             "a client killed in mid-round": "tried in POC",
             "traffic": "what a message holds is the same as in one process",
         }
     )
 
     def run(self, case):
-        from nvflare_processes import ending
+        from nvflare_processes import ending, environment
 
-        with ending(Path(case.folder)):
-            return self._outcome(case, self._submit(case, self.kind))
-
-    def _submit(self, case, kind):
-        """Runs the job to its end; returns what it printed."""
-        from nvflare_processes import environment
-
-        done = subprocess.run(
-            [sys.executable, "job.py", kind, str(case.save()), str(HERE)],
-            cwd=self._job(case),
-            env=environment(Path(case.folder)),
-            capture_output=True,
-            text=True,
-            timeout=LONG * PATIENCE,
-            check=False,
-        )
+        folder = Path(case.folder)
+        with ending(folder):
+            done = subprocess.run(
+                self._command(case),
+                cwd=self._job(case),
+                env=environment(folder),
+                capture_output=True,
+                text=True,
+                timeout=LONG * PATIENCE,
+                check=False,
+            )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        return done.stdout + done.stderr
+        return self._outcome(case, done.stdout + done.stderr)
 
     def _job(self, case):
-        return shutil.copytree(HERE / "nvflare_job", Path(case.folder) / "job")
+        return shutil.copytree(HERE / "nvflare_job", Path(case.folder) / "job", dirs_exist_ok=True)
+
+    def _command(self, case):
+        return [sys.executable, "job.py", self.kind, str(case.save()), str(HERE)]
 
     def _outcome(self, case, text):
         lines = dict.fromkeys(line[line.find("round ") :] for line in text.splitlines() if "round " in line)
@@ -321,54 +319,65 @@ class NVFlareSimulator(Engine):
 class NVFlarePoc(NVFlareSimulator):
     """NVFlare's server and clients as processes of their own, provisioned with certificates.
 
-    Where a client is to be killed the job runs in a PocEnv, else in a ProdEnv, on a federation that is there.
+    Jobs are submitted as to a federation in production, with its admin's startup kit.
     """
 
-    title, kind = "NVFlare, POC", "poc"
+    title, kind = "NVFlare, POC", "prod"
     cannot: Mapping[str, str] = MappingProxyType(
         {
-            "a server killed and resumed": "tried in one process",
             "traffic": "what a message holds is the same as in one process",
         }
     )
 
     def run(self, case):
-        from nvflare_processes import (
-            ending,
-            poc_alone,
-            poc_federation,
-            processes_in,
-            start_poc,
-            wait_for,
-        )
+        from nvflare_processes import poc_federation, processes_in, wait_for
 
-        folder, dying = Path(case.folder), [k for k, fault in case.faults.items() if fault == "dies"]
-        if not dying:
-            with poc_federation(folder, case.clients):
-                self._submit(case, "prod")
-                return self._outcome(case, self._logs(folder))
-        job, file = self._job(case), case.save()
-        out = job / "out.txt"
-        with (
-            poc_alone(),
-            ending(folder),
-            start_poc(job, case.clients, self.kind, file, HERE) as process,
-        ):
-            for key in dying:
+        folder = Path(case.folder)
+        with poc_federation(folder, case.clients), contextlib.ExitStack() as ends:
+
+            def until(what):
+                assert wait_for(what, LONG * PATIENCE), self._logs(folder)[-4000:]
+
+            job, before = ends.enter_context(self._started(case)), ""
+            if case.restarts:
+                until((folder / "waiting").exists)
+                before = self._logs(folder)  # NVFlare clears away what the job has written
+                [server] = processes_in(folder, "server.runner_process")
+                server.kill()
+                job.kill()
+                until(lambda: not server.is_running())
+                (folder / "killed").touch()
+                job = ends.enter_context(self._started(case))
+            for key in [key for key, fault in case.faults.items() if fault == "dies"]:
                 number, _, index = key.partition("/")
-                there = folder / f"seen-{number}-{index}.npz"
-                assert wait_for(there.exists, 240 * PATIENCE), out.read_text()[-3000:]
+                until((folder / f"seen-{number}-{index}.npz").exists)
                 for victim in processes_in(folder, f"/site-{int(index) + 1}"):
                     victim.kill()
-            assert wait_for(lambda: process.poll() is not None, 200 * PATIENCE), out.read_text()[-3000:]
-            assert process.returncode == 0, out.read_text()[-4000:]
-            return self._outcome(case, self._logs(folder))
+            until(lambda: job.poll() is not None)
+            assert job.returncode == 0, self._logs(folder)[-4000:]
+            return self._outcome(case, before + self._logs(folder))
+
+    @contextlib.contextmanager
+    def _started(self, case):
+        """The process that submits the job and waits for its end."""
+        from nvflare_processes import environment
+
+        place = self._job(case)
+        with (place / "out.txt").open("a") as out:
+            process = subprocess.Popen(
+                self._command(case), cwd=place, env=environment(Path(case.folder)), stdout=out, stderr=out
+            )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     def _logs(self, folder):
-        """What the servers wrote: that of the federation, and that of the job."""
-        logs = [file.read_text() for file in folder.rglob("log.txt") if "/server/" in str(file)]
-        logs += [file.read_text() for file in folder.rglob("transfer/*/workspace/log.txt")]
-        return "\n".join(logs)
+        """What was written by whoever submitted, by the servers, and by that of the job."""
+        logs = [*folder.glob("job/out.txt"), *(f for f in folder.rglob("log.txt") if "/server/" in str(f))]
+        logs += folder.rglob("transfer/*/workspace/log.txt")
+        return "\n".join(file.read_text() for file in logs)
 
 
 ENGINES = [Core, FlowerHere, FlowerLoopback, NVFlareHere, NVFlareSimulator, NVFlarePoc]

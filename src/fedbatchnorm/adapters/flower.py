@@ -17,9 +17,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from logging import INFO, getLogger
 from typing import Any, Literal, Unpack
 
-from ..aggregation.statistics import MergeResult
-from ..aggregation.verdicts import Verdict
-from ..norm.moments import Running
 from .divergence import DivergedError, NothingTrainedError
 from .events import Event
 from .extras import needs
@@ -35,7 +32,7 @@ from .flower_records import (
     replies_of,
     usual_names,
 )
-from .session import Session
+from .session import OfSession, Session
 from .settings import Options, check_population
 
 try:
@@ -61,7 +58,7 @@ CALIBRATE = "train.calibrate"  # the type of the messages of round 0
 log = getLogger("flwr").log
 
 
-class FederatedBatchNormStrategy(Strategy):
+class FederatedBatchNormStrategy(OfSession, Strategy):
     """Any Flower strategy for the parameters, and federated BatchNorm for the statistics.
 
     Replies that are malformed, of another round, repeated, or fail a verdict are left out of both, with the
@@ -101,26 +98,6 @@ class FederatedBatchNormStrategy(Strategy):
         )
         self._done = 0
         self._sent: list[Metadata] = []
-
-    @property
-    def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient for the next round; None if clients decide themselves."""
-        return self.session.gradient
-
-    @property
-    def shared(self) -> dict[str, Running]:
-        """The current statistics, by layer."""
-        return self.session.shared
-
-    @property
-    def result(self) -> MergeResult | None:
-        """The result of the last round's merge."""
-        return self.session.result
-
-    @property
-    def left_out(self) -> dict[Hashable, Verdict]:
-        """Who was left out of the last round, and why, by node."""
-        return self.session.left_out
 
     def summary(self) -> None:
         """Log the settings of the strategies."""

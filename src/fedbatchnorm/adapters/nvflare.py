@@ -18,16 +18,13 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from ..aggregation.statistics import MergeResult
-from ..aggregation.verdicts import Verdict
-from ..norm.moments import Running
 from .divergence import DivergedError, NothingTrainedError
 from .events import Event
 from .extras import needs
 from .nvflare_client import STEPS, beside, calibrate, load, reply, wants_calibration
 from .nvflare_records import Parameters, Weighting, converted, for_wrapped, in_kind, mean_metrics, reply_of
 from .replies import Reply
-from .session import Request, Session, Taken
+from .session import OfSession, Request, Session, Taken
 from .settings import Options, Settings, check_population
 
 try:
@@ -54,7 +51,7 @@ __all__ = [
 ]
 
 
-class FederatedBatchNormAggregator(ModelAggregator):
+class FederatedBatchNormAggregator(OfSession, ModelAggregator):
     """Any weighting or aggregator for the parameters, and federated BatchNorm for the statistics.
 
     For NVFlare's FedAvg: `FederatedBatchNormRecipe(aggregator=...)`, or any recipe that takes an aggregator.
@@ -125,26 +122,6 @@ class FederatedBatchNormAggregator(ModelAggregator):
             self._make_session()
         return self
 
-    @property
-    def gradient(self) -> float | None:
-        """The share of BatchNorm's gradient for the next round; None if clients decide themselves."""
-        return self.session.gradient
-
-    @property
-    def shared(self) -> dict[str, Running]:
-        """The current statistics, by layer."""
-        return self.session.shared
-
-    @property
-    def result(self) -> MergeResult | None:
-        """The result of the last round's merge."""
-        return self.session.result
-
-    @property
-    def left_out(self) -> dict[Hashable, Verdict]:
-        """Who was left out of the last round, and why, by client."""
-        return self.session.left_out
-
     def start(self, params: Mapping[str, Any], rounds: int | None = None) -> int:
         """Begin a run with this model, or continue from the checkpoint; returns how many exchanges are left.
 
@@ -180,6 +157,11 @@ class FederatedBatchNormAggregator(ModelAggregator):
         assert self._request is not None
         meta = beside(self._request.settings, self._calibrates)
         return FLModel(params=self.params(), current_round=self._number, meta=meta)
+
+    @property
+    def number(self) -> int:
+        """Of the round that is next, in the whole run: 0 is the calibration."""
+        return self._number
 
     def params(self) -> dict[str, Any]:
         """The current model, as arrays or tensors, whichever it was given as."""

@@ -50,6 +50,7 @@ class FederatedBatchNormFedAvg(FedAvg):
         model = super().load_model()
         if model is not None:
             self.num_rounds = self._ours.start(model.params, self.num_rounds)
+            self.start_round = self._ours.number  # so that current_round is the same after a resume
             model.params = self._ours.params()
             if not self.num_rounds:
                 self.save_model(model)

@@ -399,6 +399,36 @@ class Session:
         return State(number, arrays, snapshot(self._remembers), self.gradient)
 
 
+class OfSession:
+    """What the server of any engine shows of its session.
+
+    Attributes:
+        session: what decides.
+    """
+
+    session: Session
+
+    @property
+    def gradient(self) -> float | None:
+        """The share of BatchNorm's gradient that clients take in the next round; None if it is theirs."""
+        return self.session.gradient
+
+    @property
+    def shared(self) -> dict[str, Running]:
+        """The statistics as they are, by layer."""
+        return self.session.shared
+
+    @property
+    def result(self) -> MergeResult | None:
+        """Of the last round what came of the merge."""
+        return self.session.result
+
+    @property
+    def left_out(self) -> dict[Hashable, Verdict]:
+        """Of the last round who was left out and why, by client."""
+        return self.session.left_out
+
+
 def in_order(replies: Iterable[Reply]) -> list[Reply]:
     """By client, not in the order of arrival, because rounded sums depend on the order."""
     return sorted(replies, key=lambda r: (r.client if isinstance(r.client, int) else 0, str(r.client)))

@@ -20,7 +20,7 @@ while flare.is_running():
         cases.turn(
             case,
             index,
-            received.current_round + 1,
+            received.current_round,
             lambda model, got=received: load(model, got),
             lambda model, metrics, steps, got=received: reply(model, got, metrics, steps=steps),
             cases.hang if dies == "hang" else None,

@@ -1,10 +1,10 @@
-"""The suite's job: python job.py sim|poc|prod CASE PLACE."""
+"""The suite's job: python job.py sim|prod CASE PLACE."""
 
 import os
 import sys
 from pathlib import Path
 
-from nvflare.recipe import PocEnv, ProdEnv, SimEnv
+from nvflare.recipe import ProdEnv, SimEnv
 
 from fedbatchnorm.adapters.nvflare import FederatedBatchNormAggregator
 from fedbatchnorm.adapters.nvflare_recipe import FederatedBatchNormRecipe
@@ -28,8 +28,6 @@ recipe = FederatedBatchNormRecipe(
 recipe.add_server_file(str(Path(place) / "cases.py"))
 if kind == "sim":
     env = SimEnv(num_clients=case.clients, workspace_root=str(Path(case.folder) / "workspace"))
-elif kind == "poc":
-    env = PocEnv(num_clients=case.clients)
 else:  # a federation that is running, and the startup kit of its admin
     kit = Path(os.environ["NVFLARE_POC_WORKSPACE"]) / "example_project" / "prod_00" / "admin@nvidia.com"
     env = ProdEnv(startup_kit_location=str(kit), login_timeout=60)
