@@ -387,7 +387,7 @@ def test_a_corrupt_environment_does_not_block_a_run(capsys, tmp_path, monkeypatc
         run_all([config], tmp_path / "runs", Options(stop=lambda: next(answers)))
     folder = RunFolder(tmp_path / "runs", config)
     (folder.path / "environment.json").write_text('[{"a": ')
-    with pytest.warns(UserWarning, match="where the run ran before is lost"):
+    with pytest.warns(UserWarning, match="the record of the run's earlier sessions is lost"):
         status, out, _ = call(capsys, "run", *SHORT)
     assert (status, "final accuracy" in out) == (0, True)
     assert json.loads((folder.path / "environment.json").read_text())[0]["from_round"] == 4

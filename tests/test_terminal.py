@@ -139,7 +139,7 @@ def test_closed_streams_and_a_full_disk(tmp_path):
     assert shell("{f} report runs 2>&-")[0] == 0
     status, _, err = shell("{f} list > /dev/full")
     assert status == 1
-    assert re.match(r"error: what should be on the standard output is not there: .*No space left", err)
+    assert re.match(r"error: the standard output is incomplete: .*No space left", err)
 
 
 def test_a_terminal_of_ascii_shows_all_there_is(tmp_path):

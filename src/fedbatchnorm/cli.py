@@ -101,8 +101,8 @@ def demo(seeds: int = 3, out: Path = Path("out/demo"), quiet: bool = False) -> N
     missing = _tables([out], configs)
     print(
         "\nAt gamma 0 every client holds one digit. Naive BatchNorm collapses there: each client normalizes\n"
-        "by its own digit, and the averaged variance misses what lies between clients. FBN shares\n"
-        "statistics that are those of the union, and stays with centralized training."
+        "by its own digit, and the averaged variance misses the variance between clients. FBN's shared\n"
+        "statistics are those of all data together, so it stays close to centralized training."
     )
     _report([out])
     _expect_none(missing, len(configs))
@@ -406,7 +406,7 @@ def main(arguments: list[str] | None = None) -> None:
     with patient_streams() as output:
         _command(sys.argv[1:] if arguments is None else arguments)
     if output.lost is not None:
-        print(f"error: what should be on the standard output is not there: {output.lost}", file=sys.stderr)
+        print(f"error: the standard output is incomplete: {output.lost}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -484,7 +484,7 @@ def _run(
     again = f", {progress.skipped} of them finished before" if progress.skipped else ""
     print(f"done in {time.monotonic() - start:.0f} s{again}")
     if progress.left:
-        print(f"{len(progress.left)} of them are still being run by other processes: what follows is without")
+        print(f"{len(progress.left)} of them are still being run by other processes, and are missing below")
 
 
 def _count(runs: int) -> str:
@@ -499,7 +499,7 @@ def _name(left_out: list[LeftOut], allowed: bool) -> None:
     if len(lost) > _NAMED:
         print(f"left out: {len(lost) - _NAMED} more", file=sys.stderr)
     if lost and not allowed:
-        raise IncompleteError(f"{len(lost)} runs are left out; --allow-damaged if that is meant")
+        raise IncompleteError(f"{len(lost)} runs are left out; add --allow-damaged to accept that")
 
 
 def _expect_none(missing: int, of: int) -> None:

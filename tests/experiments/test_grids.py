@@ -50,9 +50,9 @@ WRONG = {
         {"scheme": ["fbn", "naive"], "groups": 4},
         "schemes fbn, naive do not use it; of the package's schemes groupnorm would",
     ),
-    "alpha": ({"alpha": 0.1}, "alpha is given, but partition is gamma, which makes no use of it"),
+    "alpha": ({"alpha": 0.1}, "alpha is given, but partition is gamma, which does not use it"),
     "gamma": ({"gamma": [0.1, 1], "partition": "iid"}, "partition is iid"),
-    "decay": ({"decay": 0.9}, "schedule is step, which makes no use of it; it is for schedule exponential"),
+    "decay": ({"decay": 0.9}, "schedule is step, which does not use it; it is for schedule exponential"),
     "targets": ({"targets": "means"}, "it is for byzantine above 0"),
     "momentum": ({"algorithm": "fedavg", "optimizer": "adam", "momentum": 0.5}, "optimizer is adam"),
 }

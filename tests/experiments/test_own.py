@@ -198,6 +198,16 @@ def test_changed_code_is_another_run_and_what_it_calls_counts():
     assert digest(everything()) == digest(everything())
 
 
+def test_code_in_a_file_that_is_not_python_has_a_hash(tmp_path):
+    """As in a page of documentation; from Python 3.12 on `inspect.getsource` cannot tokenize such a file."""
+    page = tmp_path / "page.md"
+    page.write_text("It's text.\n" * 5)
+    places = {}, {}
+    for place in places:
+        exec(compile("f = lambda x: x + 1", str(page), "exec"), place)
+    assert source_hash(places[0]["f"]) == source_hash(places[1]["f"])
+
+
 def test_a_setting_that_an_own_scheme_does_not_take_does_not_change_its_name():
     mine = scheme("mine", with_own_batch, average)
     assert digest(Run(scheme=mine, gradient=0.5)) == digest(Run(scheme=mine))

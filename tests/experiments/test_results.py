@@ -208,11 +208,11 @@ def test_what_a_digest_alone_can_tell(runs):
     path = runs / digest(RUN)
     weights = load_file(path / "model.safetensors")
     save_file({name: tensor * 2 for name, tensor in weights.items()}, path / "model.safetensors")
-    with pytest.raises(DamagedError, match=r"model.safetensors: it is not what was written"):
+    with pytest.raises(DamagedError, match=r"model.safetensors: its content has changed"):
         read_result(path)
     save_file(weights, path / "model.safetensors")
     change(path / "summary.json", seconds=1.0)
-    with pytest.raises(DamagedError, match=r"summary.json: it is not what was written"):
+    with pytest.raises(DamagedError, match=r"summary.json: its content has changed"):
         read_result(path)
     without_digests(path)
     summary = json.loads((path / "summary.json").read_text())
@@ -249,7 +249,7 @@ LINES = {
     "a curve of text": (lambda line: line.update(loss="abc"), "loss is not a list"),
     "text for losses": (lambda line: line["loss"].__setitem__(0, "x"), "loss is 'x'"),
     "nobody's environment": (lambda line: line.update(environment=[[]]), "session 1: not an object"),
-    "another seed": (lambda line: line["config"].update(seed=5), "it is not what was written"),
+    "another seed": (lambda line: line["config"].update(seed=5), "its content has changed"),
 }
 
 

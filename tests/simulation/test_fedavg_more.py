@@ -591,9 +591,9 @@ LIARS = {"algorithm": "fedavg", "clients": 10, "byzantine": 3, "attack": "sf"}
     [
         ({"weighting": "size"}, "weighting is 'size', but robust rules weigh all clients the same"),
         ({"weighting": "size", "targets": "gradients"}, "weighting is 'size'"),
-        ({"cohort": 2}, "byzantine is 3 of 10 clients, which is 1 in a cohort of 2; nothing helps"),
+        ({"cohort": 2}, "byzantine is 3 of 10 clients, which is 1 in a cohort of 2; no rule withstands half"),
         ({"cohort": 4, "byzantine": 4}, "byzantine is 4 of 10 clients, which is 2 in a cohort of 4"),
-        ({"byzantine": 5}, "byzantine is 5 of 10 clients; nothing helps against half"),
+        ({"byzantine": 5}, "byzantine is 5 of 10 clients; no rule withstands half"),
     ],
 )
 def test_settings_that_do_not_go_with_liars_are_named(fields, message):

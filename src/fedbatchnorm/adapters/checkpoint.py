@@ -113,7 +113,7 @@ def read_checkpoint(path: Path, strategy: object, like: Mapping[str, Any]) -> Sa
     try:
         restore(strategy, saved)
     except Exception as error:  # of whatever the strategy makes of a state
-        raise DamagedError(f"{file}: the strategy refuses what it remembered: {error!r}") from error
+        raise DamagedError(f"{file}: the strategy refuses its saved state: {error!r}") from error
     share = float(facts["gradient"]) if "gradient" in facts else None
     between = check_between(json.loads(facts.get("between", "{}")))
     return Saved({name: arrays[name] for name in like}, int(facts["done"]), share, between)

@@ -38,7 +38,7 @@ KEY = "fedbatchnorm"  # the entry of a model's meta, either way
 STEPS = MetaKey.NUM_STEPS_CURRENT_ROUND
 _ASKS, _SETTINGS = "calibrate", "settings"
 _UNWRAPPED = (
-    f"the model that came has no {KEY!r} in its meta: give the recipe a FederatedBatchNormAggregator, "
+    f"the received model has no {KEY!r} in its meta: give the recipe a FederatedBatchNormAggregator, "
     "or use FederatedBatchNormRecipe"
 )
 

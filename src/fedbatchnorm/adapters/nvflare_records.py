@@ -90,7 +90,7 @@ def reply_of(model: FLModel, weighting: Weighting, sent: Request) -> Reply:
     try:
         metrics |= weighting(client, model)
     except Exception as error:  # of a function that weighs, or of what a client may have sent
-        problem = f"its weight cannot be told: {type(error).__name__}: {error}"[:300]
+        problem = f"its weight cannot be read: {type(error).__name__}: {error}"[:300]
     parameters = Parameters(model, sent.parameters, sent.statistics)
     return Reply(client, parameters, metrics, unpacked(meta), problem=problem)
 

@@ -100,7 +100,7 @@ def masked(model: nn.Module, config: dict[str, Any], examples: int) -> list[np.n
         if not np.isfinite(largest):
             raise ValueError(f"layer {layer!r}: the statistics are not finite")
         if largest > limit:
-            log(WARNING, "layer %s: statistics far from the shared ones, made to count for less", layer)
+            log(WARNING, "layer %s: statistics far from the shared ones: the layer gets less weight", layer)
             sent = [a * (limit / largest) for a in sent]
         arrays += sent
     return arrays

@@ -282,7 +282,7 @@ class Session:
             found = {name: as_numpy(value, name) for name, value in parameters.items()}
             state = arrays_of(self._remembers).values()
             if not all(map(is_finite, found.values())) or not all(map(is_finite, state)):
-                text = "what came of the parameters is not finite: nothing changes"
+                text = "the aggregated parameters are not finite: nothing changes"
                 self.tell(number, "nothing_changed", text, WARNING)
                 restore(self._remembers, self._before)
                 found = None
@@ -315,7 +315,7 @@ class Session:
             self._save(self.arrays, self._began_at)  # who starts again starts there
             why = f" The first that was wrong: {self.tell.first}" if self.tell.first else ""
             if "Missing key(s) in state_dict" in why:
-                why += " Statistics travel apart from the parameters: let clients call load"
+                why += " Statistics travel separately from the parameters: let clients call load"
             raise NothingTrainedError(
                 f"nothing was trained: in {number - self._began_at} rounds no model came back.{why}"
             )
@@ -367,7 +367,7 @@ class Session:
             self._save(self.arrays, self._began_at)
             raise NothingTrainedError(
                 f"nothing can be trained: no {self.tell.called} sends statistics. Convert the model "
-                "of the clients, and let them call load, and reply in place of an answer of their own"
+                "of the clients, and let them call load, and reply instead of a reply of their own"
             )
 
     def _back(self, number: int, wrong: str) -> None:

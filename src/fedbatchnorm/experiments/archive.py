@@ -119,7 +119,7 @@ def _parse(file: Path, number: int, text: bytes) -> Result:
     if unknown:
         raise DamagedError(f"{where}: unknown fields: {', '.join(map(shown, unknown[:5]))}")
     if "digest" in line and line["digest"] != json_digest({k: v for k, v in line.items() if k != "digest"}):
-        raise DamagedError(f"{where}: it is not what was written (its digest is another)")
+        raise DamagedError(f"{where}: its content has changed (the digest does not match)")
     try:
         config, source = read_config(line["config"])
     except (ValueError, TypeError, OverflowError) as error:

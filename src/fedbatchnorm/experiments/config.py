@@ -376,7 +376,7 @@ def describe(config: Run | Ring) -> str:
     split = config.partition if name is None else f"{name} {value:g}"
     if config.algorithm == "fedavg":
         split += f", {local_work(config)}"
-    liars = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
+    attackers = f", {config.byzantine} x {config.attack}" if config.byzantine else ""
     rule = f", {config.defense}" if config.defense != "none" else ""
     held = f" with gradient {config.gradient}" if config.gradient else ""
-    return f"{config.dataset}, {config.scheme}{held}, {split}{liars}{rule}, seed {config.seed}"
+    return f"{config.dataset}, {config.scheme}{held}, {split}{attackers}{rule}, seed {config.seed}"

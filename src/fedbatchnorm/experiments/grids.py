@@ -65,7 +65,7 @@ def _why_unused(name: str, runs: Collection[Run]) -> str:
         return f"{here}; of the package's schemes {', '.join(takers)} would"
     what, wanted = _ASKED_FOR[name]
     have = ", ".join(dict.fromkeys(str(getattr(run, what)) for run in runs))
-    return f"{what} is {have}, which makes no use of it; it is for {what} {wanted}"
+    return f"{what} is {have}, which does not use it; it is for {what} {wanted}"
 
 
 def _values(name: str, value: Any) -> list[Any]:

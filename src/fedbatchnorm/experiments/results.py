@@ -174,10 +174,10 @@ def _check_seal(path: Path, summary: dict[str, Any]) -> None:
     if not isinstance(files, dict) or not set(SEALED[:2]) <= files.keys() <= set(SEALED):
         raise DamagedError(f"{file}: files is {shown(files)}; it must be the files' digests")
     if digest != json_digest({"name": path.name, **rest}):
-        raise DamagedError(f"{file}: it is not what was written (its digest is another)")
+        raise DamagedError(f"{file}: its content has changed (the digest does not match)")
     for name, wanted in files.items():
         if _file_digest(path / name) != wanted:
-            raise DamagedError(f"{path / name}: it is not what was written (its digest is another)")
+            raise DamagedError(f"{path / name}: its content has changed (the digest does not match)")
 
 
 def _check_weights(file: Path, config: Run | Ring) -> None:

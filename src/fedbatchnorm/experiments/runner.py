@@ -340,7 +340,7 @@ def _note_environment(folder: RunFolder, device: torch.device, step: int) -> Non
             sessions = parse(read_bytes(path), path)
             checks.check_environment(sessions, path)
         except DamagedError as error:  # no result depends on it
-            warnings.warn(f"where the run ran before is lost ({error})", stacklevel=2)
+            warnings.warn(f"the record of the run's earlier sessions is lost ({error})", stacklevel=2)
             sessions = []
             path.replace(path.with_name("environment.json.damaged"))
     folder.write_json("environment.json", [*sessions, {"from_round": step, **environment(device)}])

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def _code(value: Any, seen: set[int]) -> Iterator[bytes]:
     """The source of a user's function or class, and what it refers to."""
     try:
         yield textwrap.dedent(inspect.getsource(value)).encode()
-    except (OSError, TypeError):  # there is no file: what was compiled has to do
+    except (OSError, TypeError, SyntaxError, TokenError):  # no file, or none of Python: by the compiled code
         code = getattr(value, "__code__", None)
         yield from _compiled(code) if code is not None else [value.__qualname__.encode()]
     if isinstance(value, type):

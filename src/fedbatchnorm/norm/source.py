@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
+from tokenize import TokenError
 from types import FunctionType
 
 # What a call may stand in and still be made each time. Everything else is refused: branches, loops, ...
@@ -55,7 +56,7 @@ def _parse(function: object) -> ast.FunctionDef:
         raise _Doubt("it is no plain function")
     try:
         found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
+    except (OSError, TypeError, SyntaxError, IndexError, TokenError):
         raise _Doubt("its source cannot be read") from None
     if not isinstance(found, ast.FunctionDef) or found.name != function.__name__:
         raise _Doubt("its source cannot be read")

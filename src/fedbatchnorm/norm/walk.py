@@ -86,7 +86,7 @@ def to_skip(found: dict[str, nn.Module], skip: Skip) -> set[str]:
         if not meant:
             near = difflib.get_close_matches(pattern, found, n=_NAMED, cutoff=0.3) or list(found)[:_NAMED]
             hint = f"near it are {', '.join(map(repr, near))}" if near else "the model has none"
-            raise ValueError(f"skip: no BatchNorm is called {pattern!r} or fits it as a pattern; {hint}")
+            raise ValueError(f"skip: no BatchNorm is called {pattern!r} or matches it as a pattern; {hint}")
         names |= meant
     return names
 

@@ -145,7 +145,8 @@ def _curves(axis: Axes, panel: Panel) -> None:
 
 def _levels(axis: Axes, panel: Panel) -> None:
     for mark in panel.marks:
-        style = {"color": COLORS[mark.color], "linestyle": LINES[mark.color], "marker": MARKERS[mark.color]}
+        style: dict[str, Any] = {"color": COLORS[mark.color], "linestyle": LINES[mark.color]}
+        style |= {"marker": MARKERS[mark.color]}
         # The reference is a large open square, in which another line's marker can be seen.
         style |= {"markersize": 8, "markerfacecolor": "none"} if mark.color == 0 else {"markersize": 4.5}
         errors = [sd or 0.0 for sd in mark.sd] if mark.sd else None

@@ -318,11 +318,11 @@ def _check_adversary(recipe: Recipe, scheme: Scheme) -> None:
     if (f > 0) != (recipe.attack != "none"):
         raise ValueError(f"byzantine is {f} and attack is {_name(recipe.attack)!r}; give both, or neither")
     if f and 2 * f >= n:
-        raise ValueError(f"byzantine is {f} of {n} clients; nothing helps against half of them or more")
+        raise ValueError(f"byzantine is {f} of {n} clients; no rule withstands half of them or more")
     if lying >= honest:
         raise ValueError(
             f"byzantine is {f} of {n} clients, which is {lying} in a cohort of {recipe.cohort}; "
-            "nothing helps against half of them or more"
+            "no rule withstands half of them or more"
         )
     if not recipe.is_plain() and scheme.before.union:
         raise ValueError(

@@ -15,7 +15,7 @@ def parse(content: bytes, where: object) -> Any:
     try:
         return json.loads(content.decode(), parse_constant=_refuse)
     except RecursionError:
-        raise DamagedError(f"{where}: not JSON that anybody would write: nested too deeply") from None
+        raise DamagedError(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError as error:
         raise DamagedError(f"{where}: not JSON: {' '.join(str(error).split())[:200]}") from None
 

@@ -43,13 +43,13 @@ def main(grid, context):
     model = new_model(config)
     arrays = ArrayRecord(model.state_dict())
     if config["fbn"]:
-        liars = config["liars"]
+        byzantine = config["byzantine"]
         pixels = load_data(config["dataset"]).train.x[0, 0].numel()
         examples = config["local-epochs"] * config["max-examples"]
         strategy = FederatedBatchNormStrategy(
             strategy,
             model=fbn.convert(model),
-            aggregator=fbn.defense("nnm+median", liars) if liars else None,
+            aggregator=fbn.defense("nnm+median", byzantine) if byzantine else None,
             max_count=examples * pixels,  # no layer of this model sees more values per channel
             max_examples=examples,
             checkpoint=config["checkpoint"] or None,
