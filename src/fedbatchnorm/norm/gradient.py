@@ -22,7 +22,8 @@ from .reduce import over_channels, statistics_dtype
 
 GRADIENT = 0.7  # what practitioners get: docs/training.md has the measurements
 _WIDTH = 2.5  # of the limit that goes with a share; measured, too
-_APART = 30.0  # how much a layer may let through for what lies between clients; measured on digits
+_APART = 100.0  # how much a layer may let through for what lies between clients; measured on digits
+_STEADY = 0.3  # what is let through at most with several local steps (`aggregation.drift`)
 _FEW_CALLS_CPU, _FEW_CALLS = 2**17, 2**22  # values up to which calls cost more than the arithmetic
 _SHORT = 8  # values of a channel of one sample, up to which the kernels behind torch's BatchNorm crawl
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
@@ -61,10 +62,13 @@ def check_between(between: Mapping[str, float]) -> dict[str, float]:
 
 
 def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
-    """Each layer's own share, 1 - min(1 - share, 30 f), from the part f of its variance between clients.
+    """Each layer's own share, from the part f of its variance that lies between clients.
+
+    1 - min(1 - share, 100 f max(1 - share, 0.3))
 
     A share below 1 keeps the signal between clients (docs/training.md). In a layer where clients are alike
-    there is no such signal, and nearly all of BatchNorm's gradient can be used.
+    there is no such signal, and nearly all of BatchNorm's gradient can be used. Where the drift has long been
+    small and the share is near 0, a layer is held only if hardly anything lies between clients.
 
     Args:
         share: the share set by the drift; no layer uses less.
@@ -73,9 +77,13 @@ def share_by_layer(share: float | Tensor, between: Tensor) -> Tensor:
     Example:
         >>> share_by_layer(0.75, torch.tensor([0.0, 0.005, 0.1, 1.0]))
         tensor([1.0000, 0.8500, 0.7500, 0.7500])
+        >>> share_by_layer(0.0, torch.tensor([0.0, 0.005, 0.01]))
+        tensor([1.0000, 0.5000, 0.0000])
     """
-    through = (_APART * between).clamp(max=1 - share)
-    return torch.where(through == 1 - share, share, 1 - through)  # not 1 - (1 - share), which is rounded
+    most = 1 - share
+    floor = most.clamp(min=_STEADY) if isinstance(most, Tensor) else max(most, _STEADY)
+    through = (_APART * floor * between).clamp(max=most)
+    return torch.where(through == most, share, 1 - through)  # not 1 - (1 - share), which is rounded
 
 
 def limit_for(share: float | Tensor) -> float | Tensor:
