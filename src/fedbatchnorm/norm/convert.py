@@ -137,7 +137,7 @@ def set_gradient(
         0.5
         >>> set_gradient(model, 0.5, between={"1": 0.004})
         >>> round(model[1].gradient, 6)
-        0.88
+        0.8
     """
     share, limit = check_share(gradient), check_limit(limit)
     layers, known = federated_layers(model), check_between(between or {})
