@@ -166,8 +166,10 @@ def test_a_round_of_a_client_waits_for_the_device_once(gradient):
     fbn.set_gradient(model, gradient)
     shared, x = fbn.statistics(model), images().cuda()
     waits = []
-    torch.cuda.set_sync_debug_mode("warn")
     try:
+        with warnings.catch_warnings():  # torch says that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("warn")
         for work in (
             lambda: fbn.load_statistics(model, shared),
             lambda: model(x).square().mean().backward(),
