@@ -74,9 +74,9 @@ def explained(schemes, steps, digits):
     where, (device, _, commit) = schemes["environment"], steps["environments"][0]
     machines = "; ".join(f"{name}, commit {commit}" for name, _, commit in digits["environments"])
     lines = [
-        "Test accuracy in percent after the last round, one seed, each scheme at its best learning rate of "
-        "the grid, chosen on the test set for all alike. *own*: each client with its own model, on test data "
-        "of its own classes.",
+        "Test accuracy in percent after the last round, one seed unless a standard deviation is given, each "
+        "scheme at its best learning rate of the grid, chosen on the test set for all alike. *own*: each "
+        "client with its own model, on test data of its own classes.",
         f"(A) {setting_words(schemes['setting'])}; rates {learning_rates(schemes)}; {where['device']}, "
         f"commit {where['commit']}; {schemes['missing']} runs of the grid are missing.",
         f"(B) The same protocol at another commit; rates {learning_rates(steps)}, and for some schemes one "
