@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                 # ms per round of every way, in one run
     python benchmarks/gpu.py --profile       # and what an FBN round's time goes to
     python benchmarks/gpu.py --growth        # instead, how cost grows with the number of clients
+    python benchmarks/gpu.py --loops         # instead, loops over clients: the library's, by hand, byzfl's
 
 10 clients with 50 images each and the paper's network. Contenders take turns, in random order, at many rounds
 in a row; figures are medians over turns. Nothing waits for the GPU within a turn.
@@ -299,13 +300,17 @@ def main():
     parser.add_argument("--turns", type=int, default=7, help="turns of every contender")
     parser.add_argument("--rounds", type=int, default=30, help="rounds in a turn")
     parser.add_argument("--growth", action="store_true", help="instead, against the number of clients")
+    parser.add_argument("--loops", action="store_true", help="instead, the loops over clients alone")
     parser.add_argument("--profile", action="store_true", help="also what an FBN round's time goes to")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
-    content = {"growth": growth(args.rounds)} if args.growth else rounds_of_every_way(args)
+    if args.growth:
+        content = {"growth": growth(args.rounds)}
+    else:
+        content = loops(args) if args.loops else rounds_of_every_way(args)
     if args.json:
         args.json.write_text(json.dumps(result(args, "cuda") | content, indent=1) + "\n")
     for precision, rows in content.get("profile", {}).items():
@@ -313,6 +318,15 @@ def main():
         print(f"\n{precision}: {whole:.2f} ms in {calls:.0f} kernels")
         for row in rows[:25]:
             print(f"  {row['ms']:>7.3f} ms {row['calls']:>6.1f} x {row['kernel'][:100]}")
+
+
+def loops(args):
+    """Eager loops over clients, without the simulator."""
+    rows = {name: make() for name, make in contenders().items() if "clients one after another" in name}
+    found, times = take_turns(rows, args.turns, args.rounds, warm_up=3)
+    for name, ms in found.items():
+        print(f"  {name:<64} {ms:>7.2f} ms {ms / found[BY_HAND]:>6.2f} x by hand", flush=True)
+    return {"ms": found, "turns": args.turns, "rounds": args.rounds, "times": times}
 
 
 def rounds_of_every_way(args):

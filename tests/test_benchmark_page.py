@@ -214,3 +214,15 @@ def test_the_loop_over_clients_is_compared_with_the_same_loop_by_hand(page):
     by_hand = {page.LOOP: 25.0, page.BY_HAND: 20.0}
     assert "takes 1.25 times as long as the same loop" in page.gpu_rounds(found | {"ms": plain | by_hand})
     assert "times as long" not in page.gpu_rounds(found | {"ms": plain | {page.LOOP: 25.0}})
+
+
+def test_loops_over_clients_are_compared_with_the_one_by_hand(page):
+    found = {
+        "commit": "c0ffee",
+        "machine": {"name": "a GPU", "torch": "2", "threads": 1},
+        "turns": 2,
+        "rounds": 3,
+    }
+    text = page.gpu_loops(found | {"ms": {page.LOOP: 30.0, page.BY_HAND: 20.0}})
+    assert f"| {page.LOOP} | 30.00 | 1.50 |" in text
+    assert f"| {page.BY_HAND} | 20.00 | 1.00 |" in text
