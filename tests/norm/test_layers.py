@@ -503,3 +503,28 @@ def test_a_reverted_model_exports():
     expected = model.eval()(images())
     exported = torch.export.export(fbn.revert(model), (images(),))
     torch.testing.assert_close(exported.module()(images()), expected)
+
+
+@pytest.mark.parametrize("how", ["copied", "saved", "as it is"])
+def test_what_a_compiled_pass_added_is_neither_lost_nor_kept_too_long(how):
+    """A compiled pass, then an eager one, on a copy of the layer, too; then the next round."""
+    layer = fbn.FederatedBatchNorm1d(2)
+    layer._refused.add_(0)  # the version of a tensor that was copied is 1
+    layer._note_clean()
+    first, second = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(0)).unbind()
+    torch.compile(layer, backend="aot_eager")(first)
+    if how == "copied":
+        layer = copy.deepcopy(layer)
+    if how == "saved":
+        torch.save(layer, file := io.BytesIO())
+        file.seek(0)
+        layer = torch.load(file, weights_only=False)
+    layer(second)
+    seen = layer.seen()[0]
+    both = torch.cat([first, second]).double()
+    assert seen.count == 10
+    torch.testing.assert_close(seen.mean, both.mean(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(seen.var, both.var(0, correction=0), rtol=1e-6, atol=1e-6)
+    layer.start_round()
+    layer(second)
+    assert layer.seen()[0].count == 5

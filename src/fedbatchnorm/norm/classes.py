@@ -31,8 +31,7 @@ _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 # What a federated layer has and a plain one must not have.
 _OURS = sorted(
-    {*vars(FederatedBatchNorm), *_STATE, "plain", "_fbn_after", "outside"}
-    - {*dir(nn.BatchNorm2d), "momentum"}
+    {*vars(FederatedBatchNorm), *_STATE, "plain", "_fbn_after", "outside"} - set(dir(nn.BatchNorm2d))
 )
 
 

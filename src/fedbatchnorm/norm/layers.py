@@ -20,7 +20,7 @@ from .watch import Noted, note, touched
 
 _STATE = ("_count", "_refused", "_seen", "_count_before", "_seen_before", "_pending")
 _TENSORS = _STATE[:-1]
-_MARKS = ("_noted", "_averaging", "_was_reset", "_added")
+_MARKS = ("_noted", "_averaging", "_was_reset", "_clean")
 _PENDING = 64  # passes that are kept as they came before they are added up
 
 
@@ -42,7 +42,7 @@ class FederatedBatchNorm(_BatchNorm):
     _noted: Noted | None = None  # the running statistics as they were given to the layer
     _averaging = False  # whether torch's update_bn is at work: then it is a plain BatchNorm
     _was_reset = False
-    _added = True  # whether the accumulators may hold anything: asking them would wait for the device
+    _clean: int | None = None  # the version of `_refused` when the accumulators were last set to 0
 
     def __init__(self, *args, **kwargs):
         # The arguments are those of torch's class, which differ between versions of torch.
@@ -51,29 +51,22 @@ class FederatedBatchNorm(_BatchNorm):
         if problem:
             raise ValueError(problem)
 
-    @property
-    def momentum(self) -> float | None:
-        """The running statistics' momentum, as in BatchNorm.
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; the running statistics' momentum has a second meaning.
 
-        Resetting the statistics and then setting this to None is what `torch.optim.swa_utils.update_bn` and
-        Lightning's StochasticWeightAveraging do: until it is set once more, a layer in training is a plain
-        BatchNorm that averages its statistics over batches. It discards what was measured in the round and
-        measures nothing in the meantime, so call `collect` first.
+        Resetting the statistics and then setting `momentum` to None is what `torch.optim.swa_utils.update_bn`
+        and Lightning's StochasticWeightAveraging do: until it is set once more, a layer in training is a
+        plain BatchNorm that averages its statistics over batches. It discards what was measured in the round
+        and measures nothing in the meantime, so call `collect` first.
         """
-        try:
-            return self.__dict__["momentum"]  # where torch's class has it
-        except KeyError:
-            raise AttributeError("momentum") from None
-
-    @momentum.setter
-    def momentum(self, value: float | None) -> None:
-        self.__dict__["momentum"] = value
-        begins = value is None and "_seen" in self.__dict__ and self._starts_over()
-        if begins:
-            self.start_round()
-        if begins or self._averaging:
-            note([self])
-        self._averaging = begins
+        super().__setattr__(name, value)  # pyrefly: ignore
+        if name == "momentum":  # no property: torch 2.9 cannot compile one of a name that torch's class sets
+            begins = value is None and "_seen" in self.__dict__ and self._starts_over()
+            if begins:
+                self.start_round()
+            if begins or self._averaging:
+                note([self])
+            self._averaging = begins
 
     def _starts_over(self) -> bool:
         """Whether the statistics were reset, in place or by new tensors, and nothing was done since."""
@@ -109,7 +102,7 @@ class FederatedBatchNorm(_BatchNorm):
                 torch._foreach_zero_(
                     self._accumulators()
                 )  # in place: a compiled graph may hold these tensors
-                self._added = False
+                self._note_clean()
             return
         with torch.inference_mode(False):  # tensors made inside could not be changed outside
             self._count = torch.zeros((), dtype=torch.int64, device=like.device)
@@ -118,7 +111,7 @@ class FederatedBatchNorm(_BatchNorm):
             self._seen = torch.zeros(shape, dtype=accumulator_dtype(like), device=like.device)
             self._count_before = self._count.clone()
             self._seen_before = self._seen.clone()
-        self._added = False
+        self._note_clean()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize; in training also measure, unless activation checkpointing is recomputing."""
@@ -193,7 +186,6 @@ class FederatedBatchNorm(_BatchNorm):
             nothing = Moments(torch.zeros_like(self._count), *torch.zeros_like(self._seen))
             step, refused = absorb(nothing, _stack([p.moments for p in pending], self._seen.device))
             self._refused.add_(refused)
-            self._added = True
             pending[:] = [_Pass(True, version, step._replace(count=int(step.count)))]
 
     def _last_step(self) -> int:
@@ -217,7 +209,23 @@ class FederatedBatchNorm(_BatchNorm):
         self._count.copy_(torch.as_tensor(seen.count))
         self._seen.copy_(torch.stack([seen.mean, seen.var]))
         self._refused.add_(refused)
-        self._added = True
+
+    @property
+    def _added(self) -> bool:
+        """Whether the accumulators may hold anything.
+
+        Asking them would wait for the device, and compiled code may not set an attribute within a checkpoint.
+        But everything that adds to them changes a tensor's version.
+        """
+        return self._clean is None or self._clean != self._refused._version
+
+    def _note_clean(self) -> None:
+        """The accumulators are 0."""
+        self._clean = None if self._refused.is_inference() else self._refused._version
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but `_clean`: a copy of a tensor has a version of its own."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_clean"}
 
     def _apply(self, fn, recurse=True):
         as_given = self.running_mean is not None and self._noted is not None and not touched({"": self})
@@ -228,6 +236,7 @@ class FederatedBatchNorm(_BatchNorm):
             if self._seen.is_meta or self.running_mean.is_meta:
                 self.start_round()
             else:
+                self._clean = None
                 for name in _TENSORS:
                     setattr(self, name, getattr(self, name).to(self.running_mean.device))
         return self
@@ -289,7 +298,7 @@ def start_rounds(layers: Sequence[FederatedBatchNorm]) -> None:
             for kind in zip(*(layer._accumulators() for layer in added), strict=True):
                 torch._foreach_zero_(kind)
             for layer in added:
-                layer._added = False
+                layer._note_clean()
 
 
 def _devices(layer: FederatedBatchNorm) -> tuple[torch.device, torch.device]:
